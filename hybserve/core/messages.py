@@ -123,8 +123,8 @@ class StopAt(Message):
 class SequenceStart(Message):
     """Once per sequence and layout epoch, in the frame of the first plan that names ``seq``.
 
-    ``history`` is prompt + generated tokens so far, sent only if penalties need it; ``generated`` counts how many of
-    its last tokens are output (resumed sequences).
+    ``history`` is prompt + generated tokens so far, sent only if ``sampling.needs_history``; ``generated`` counts how
+    many of its last tokens are output (resumed sequences).
     """
 
     seq: int
