@@ -8,7 +8,16 @@ import ipaddress
 import json
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, StrictBool, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    StrictBool,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from hybserve.config.quantity import BYTES, COUNT, INTEGER, SECONDS, Quantity
@@ -34,6 +43,10 @@ def _names(value: object) -> object:
     return names
 
 
+def _dtype_schema(*names: str) -> WithJsonSchema:
+    return WithJsonSchema({"enum": [*names, *(short for short, name in _DTYPE_NAMES.items() if name in names)]})
+
+
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
 
@@ -48,9 +61,11 @@ class ModelSection(Section):
         default=(),
         description="Names clients may use in `model`, the first one canonical; the directory's name if empty.",
     )
-    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(_dtype)] = Field(
-        default="auto", description="Type of the weights and of the computation; auto = the checkpoint's."
-    )
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        BeforeValidator(_dtype),
+        _dtype_schema("auto", "float32", "bfloat16", "float16"),
+    ] = Field(default="auto", description="Type of the weights and of the computation; auto = the checkpoint's.")
     load: Literal["weights", "dummy"] = Field(
         default="weights", description="`dummy` fills random weights and reads config.json and tokenizer files only."
     )
@@ -132,13 +147,19 @@ class MemorySection(Section):
     reserve: Annotated[int | None, Quantity(BYTES, 0, auto=True)] = Field(
         default=None, description="Left unassigned on purpose; auto = 1GiB on a GPU, nothing on CPU."
     )
-    kv_dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16", "float8_e4m3fn"], BeforeValidator(_dtype)] = (
-        Field(default="auto", description="Type of keys and values in the cache; auto = the model's.")
-    )
-    state_dtype: Annotated[Literal["float32", "bfloat16"], BeforeValidator(_dtype)] = Field(
-        default="float32", description="Type of the matrix part of recurrent states."
-    )
-    conv_dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(_dtype)] = Field(
+    kv_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16", "float8_e4m3fn"],
+        BeforeValidator(_dtype),
+        _dtype_schema("auto", "float32", "bfloat16", "float16", "float8_e4m3fn"),
+    ] = Field(default="auto", description="Type of keys and values in the cache; auto = the model's.")
+    state_dtype: Annotated[
+        Literal["float32", "bfloat16"], BeforeValidator(_dtype), _dtype_schema("float32", "bfloat16")
+    ] = Field(default="float32", description="Type of the matrix part of recurrent states.")
+    conv_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        BeforeValidator(_dtype),
+        _dtype_schema("auto", "float32", "bfloat16", "float16"),
+    ] = Field(
         default="auto",
         description="Type of the convolution window of recurrent states; auto = the model's, which loses nothing.",
     )

@@ -12,15 +12,23 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
-from hybserve.core.units import format_bytes, format_count, parse_bytes, parse_count, parse_seconds
+from hybserve.core.units import GIB, KIB, MIB, parse_bytes, parse_count, parse_seconds
 
 
 def _seconds_text(value: float) -> str:
-    return f"{value:g}s"
+    return f"{value:g}s" if float(f"{value:g}") == value else f"{value}s"
 
 
-def _plain(value: float) -> str:
-    return str(value)
+def _exact(units: tuple[tuple[str, int], ...]) -> Callable[[int], str]:
+    """The shortest form that parses back to the same number."""
+
+    def text(value: int) -> str:
+        for unit, size in units:
+            if value >= size and value % size == 0:
+                return f"{value // size}{unit}"
+        return str(value)
+
+    return text
 
 
 @dataclass(frozen=True)
@@ -29,13 +37,21 @@ class Unit:
     example: str
     pattern: str  # of the written form, for the JSON schema
     parse: Callable[[object], float]
-    text: Callable[[Any], str]
+    text: Callable[[Any], str]  # exact: parses back to the same number
 
 
-COUNT = Unit("a count", "64K", r"^[0-9]+(\.[0-9]+)?[KMGkmg]?$", parse_count, format_count)
-BYTES = Unit("a size in bytes", "8GiB", r"^[0-9]+(\.[0-9]+)? ?([KMGTkmgt][iI]?)?[bB]?$", parse_bytes, format_bytes)
+COUNT = Unit(
+    "a count", "64K", r"^[0-9]+(\.[0-9]+)?[KMGkmg]?$", parse_count, _exact((("G", GIB), ("M", MIB), ("K", KIB)))
+)
+BYTES = Unit(
+    "a size in bytes",
+    "8GiB",
+    r"^[0-9]+(\.[0-9]+)? ?([KMGTkmgt][iI]?)?[bB]?$",
+    parse_bytes,
+    _exact((("GiB", GIB), ("MiB", MIB), ("KiB", KIB))),
+)
 SECONDS = Unit("a duration", "30s", r"^[0-9]+(\.[0-9]+)? ?(ms|s|m|min|h|d)?$", parse_seconds, _seconds_text)
-INTEGER = Unit("a whole number", "0", r"^[0-9]+$", parse_count, _plain)
+INTEGER = Unit("a whole number", "0", r"^[0-9]+$", parse_count, str)
 
 
 @dataclass(frozen=True)
@@ -75,6 +91,7 @@ class Quantity:
         return self.unit.parse(value)
 
     def show(self, value: float | None) -> str:
+        """As a person would write it; parses back to the same value."""
         return "auto" if value is None else self.unit.text(value)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
