@@ -2,7 +2,7 @@
 
     api ── ToText ──► text ── ToScheduler ──► scheduler ── ToRunner ──► runner (one per rank)
     api ◄── ToApi ── text ◄── FromScheduler ── scheduler ◄── FromRunner ── runner
-    every role ── ToLaunch ──► launch (the parent)
+    every role ── ToLaunch ──► launch (the parent), and FromLaunch back: Drain to api, Stop to every role
 
 One frame (a msgpack list of these structs) per step per hop. Structs are array-like: a field is a position, so both
 ends are always of one version (they are started by one parent). Hot messages are columns, not lists of structs: at
@@ -347,3 +347,4 @@ ToApi: TypeAlias = (
     Accepted | Delta | Done | Failed | Tokenized | Detokenized | Loading | Ready | MetricsSnapshot | Heartbeat | Fatal
 )
 ToLaunch: TypeAlias = Loading | Ready | Heartbeat | Fatal
+FromLaunch: TypeAlias = Drain | Stop
