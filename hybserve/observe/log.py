@@ -15,6 +15,7 @@ from typing import Any, Literal, TextIO
 from hybserve.core.types import CacheTruth, Timing
 
 Format = Literal["auto", "pretty", "json"]
+Level = Literal["debug", "info", "warning", "error"]
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 _COLOURS = {"debug": "2", "info": "36", "warning": "33", "error": "31", "critical": "31;1"}
@@ -37,7 +38,7 @@ def _escape_one(match: re.Match[str]) -> str:
     return {9: "\\t", 10: "\\n", 13: "\\r"}.get(code) or (f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}")
 
 
-def setup(role: str, level: str = "info", format: Format = "auto", stream: TextIO | None = None) -> None:
+def setup(role: str, level: Level = "info", format: Format = "auto", stream: TextIO | None = None) -> None:
     """Make ``role`` log to ``stream`` (standard error). Replaces what was set up before; call it once per process."""
     stream = stream or sys.stderr
     pretty = format == "pretty" or (format == "auto" and stream.isatty())
@@ -53,7 +54,7 @@ def setup(role: str, level: str = "info", format: Format = "auto", stream: TextI
     logging.captureWarnings(True)
 
 
-def event(logger: logging.Logger, level: str, message: str, **fields: Any) -> None:
+def event(logger: logging.Logger, level: Level, message: str, **fields: Any) -> None:
     """Log ``message`` with fields; values are numbers, strings, booleans, None or lists and dicts of these."""
     logger.log(_LEVELS[level], "%s", message, extra={"fields": fields})
 
@@ -81,7 +82,7 @@ def log_request(
         values |= {"queue_ms": timing.queue, "ttft_ms": timing.ttft, "decode_ms": timing.decode}
         if timing.decode > 0 and completion_tokens > 1:
             values["tok_per_s"] = round(1000 * (completion_tokens - 1) / timing.decode, 1)
-    level = "error" if status >= 500 and status != 503 else "info"
+    level: Level = "error" if status >= 500 and status != 503 else "info"
     event(logger, level, "request", **values, **fields)
 
 
