@@ -8,6 +8,7 @@ import torch
 from bench.parity import Driver
 from hybserve.layers.step_context import StepContext
 from hybserve.plan.result import EngineLimits
+from hybserve.runner.device_pools import DevicePools
 from hybserve.runner.main import Runner
 from hybserve.spec.model_spec import AttentionSpec, GatedDeltaSpec, LayerSpec, ModelSpec
 from hybserve.spec.split import split_ranks
@@ -82,7 +83,7 @@ class Bench:
     limits: EngineLimits
 
 
-def make_limits(**changes: object) -> EngineLimits:
+def _limits(**changes: object) -> EngineLimits:
     values: dict[str, object] = {
         "page_size": 4, "kv_pages": 40, "state_slots": 9, "max_running": 8, "max_seq_len": 64, "step_tokens": 64,
         "prefill_chunk": 64, "kv_dtype": "float32", "state_dtype": "float32", "conv_dtype": "float32",
@@ -91,7 +92,7 @@ def make_limits(**changes: object) -> EngineLimits:
 
 
 def _make(**changes: object) -> Bench:
-    limits = make_limits(**changes)
+    limits = _limits(**changes)
     model = MeanModel()
     runner = Runner(model, SPEC, split_ranks(SPEC)[0], limits, poison=True)
     return Bench(model, runner, Driver(runner, limits), limits)
@@ -107,3 +108,13 @@ def bench(request: pytest.FixtureRequest) -> Bench:
 def make_bench():
     """A fresh bench, batched: the cold single run that others are compared with."""
     return _make
+
+
+@pytest.fixture
+def make_limits():
+    return _limits
+
+
+@pytest.fixture
+def runner_pools() -> DevicePools:
+    return DevicePools(SPEC, split_ranks(SPEC)[0], _limits())
