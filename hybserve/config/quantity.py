@@ -16,7 +16,7 @@ from hybserve.core.units import GIB, KIB, MIB, parse_bytes, parse_count, parse_s
 
 
 def _seconds_text(value: float) -> str:
-    return f"{value:g}s" if float(f"{value:g}") == value else f"{value}s"
+    return f"{int(value)}s" if float(value).is_integer() else f"{value}s"
 
 
 def _exact(units: tuple[tuple[str, int], ...]) -> Callable[[int], str]:
