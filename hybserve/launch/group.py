@@ -123,7 +123,7 @@ class RoleGroup:
             stdin=subprocess.PIPE,
             pass_fds=[item.fileno() for item in inherited.values()],
             process_group=0,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env=child_environment(),
         )
         role = Role(name, process, Channel(control, Codec(ToLaunch), Codec(FromLaunch)))
         self.roles[name] = role
@@ -222,6 +222,11 @@ class RoleGroup:
         for role in self.roles.values():
             _bury(role)
         self.roles.clear()
+
+
+def child_environment() -> dict[str, str]:
+    """Ours, so that a child finds the same packages wherever it is started."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def _bury(role: Role) -> None:

@@ -18,6 +18,7 @@ from hybserve.core.messages import Fatal, FromLaunch, ToLaunch
 from hybserve.core.types import ServingFacts
 from hybserve.observe import log
 from hybserve.plan.result import Plan
+from hybserve.spec.model_spec import ModelSpec
 from hybserve.wire.channel import Channel
 from hybserve.wire.codec import Codec
 
@@ -31,6 +32,7 @@ class RoleStart(msgspec.Struct, frozen=True):
     parent: int  # process id, to notice a parent that died before the child could arm itself
     deployment: str  # Deployment.to_json
     plan: Plan
+    spec: ModelSpec
     facts: ServingFacts
     log_level: log.Level
     log_format: log.Format

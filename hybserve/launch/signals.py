@@ -12,7 +12,7 @@ class StopSignals:
     """While entered, the signals only count; ``wake`` becomes readable at each. Main thread only."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self._count = 0
         self.wake, self._write = socket.socketpair()
         self._before: dict[int, Any] = {}
 
@@ -33,7 +33,11 @@ class StopSignals:
         self._write.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
+        self._count += 1
+
+    def count(self) -> int:
+        """Signals since the block was entered."""
+        return self._count
 
     def clear_wake(self) -> None:
         """Make ``wake`` unreadable again; the count stays."""
