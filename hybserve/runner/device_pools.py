@@ -106,5 +106,6 @@ class DevicePools:
 
 
 def _runs(count: int, run_bytes: int, device: str) -> torch.Tensor:
-    """Uint8 [count, run_bytes], zeroed: memory is only touched (and counted by the system) when it is written."""
-    return torch.zeros(count, run_bytes, dtype=torch.uint8, device=device)
+    """Uint8 [count, run_bytes], not initialised: nothing may read what was never written, and on the host memory is
+    touched (and counted by the system) only when it is written."""
+    return torch.empty(count, run_bytes, dtype=torch.uint8, device=device)

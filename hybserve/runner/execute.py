@@ -13,6 +13,7 @@ import torch
 from hybserve.core.messages import StepPlan
 from hybserve.core.types import TokenLogprobs
 from hybserve.layers.step_context import StepContext
+from hybserve.plan.costs import LOGITS_ROWS
 from hybserve.plan.result import EngineLimits
 from hybserve.runner.copies import copy_runs
 from hybserve.runner.device_pools import DevicePools
@@ -20,12 +21,13 @@ from hybserve.runner.inputs import Ints, Packed, packed_tokens, page_tiles, step
 from hybserve.runner.sampler import sample, score
 from hybserve.runner.sequences import Sequences
 
-#: Logits are computed in slices of at most this many elements (64 MiB in fp32), whatever a step samples or scores.
-LOGITS_SLICE = 1 << 24
-
 
 class Model(Protocol):
-    """What the runner asks of a model file."""
+    """What the runner asks of a model file (models/base.py)."""
+
+    @property
+    def params(self) -> dict[str, torch.Tensor]:
+        """Every parameter of this rank by name."""
 
     def forward(self, tokens_T: torch.Tensor, context: StepContext) -> torch.Tensor:
         """Final normed hidden states [T, D]; reads and writes the pools of the context."""
@@ -42,7 +44,6 @@ class Rank:
     pools: DevicePools
     sequences: Sequences
     limits: EngineLimits
-    vocab: int  # C
 
 
 class Outcome(NamedTuple):
@@ -76,12 +77,11 @@ Logits: TypeAlias = Iterator[tuple[Ints, torch.Tensor]]  # ascending packed indi
 
 
 def _batched_logits(plan: StepPlan, packed: Packed, tokens_T: torch.Tensor, wanted: Ints, rank: Rank) -> Logits:
-    """The whole step in one forward; logits in bounded slices."""
+    """The whole step in one forward; logits in slices of as many rows as were planned for."""
     context = step_context(plan, packed, rank.sequences, rank.pools, rank.limits.page_size)
     hidden_TD = rank.model.forward(tokens_T, context)
-    rows = max(1, LOGITS_SLICE // rank.vocab)
-    for low in range(0, len(wanted), rows):
-        at = wanted[low : low + rows]
+    for low in range(0, len(wanted), LOGITS_ROWS):
+        at = wanted[low : low + LOGITS_ROWS]
         yield at, rank.model.logits(hidden_TD[torch.from_numpy(at)])
 
 

@@ -42,6 +42,7 @@ class MeanModel:
         random = torch.Generator().manual_seed(0)
         self.embed = torch.randn(VOCAB, WIDTH, generator=random)
         self.head = torch.randn(WIDTH, VOCAB, generator=random)
+        self.params = {"embed.weight": self.embed, "lm_head.weight": self.head.T}
         self.hurt: dict[int, float] = {}
         self.fail = False
 

@@ -76,7 +76,6 @@ def test_canary_is_nan_in_every_type_and_notices_writes(make_limits):
         pools = DevicePools(model, share, make_limits(kv_dtype=kv, conv_dtype="bfloat16"))
         for view in (*pools.kv_layers, *pools.matrices, *pools.windows):
             assert bool(torch.isnan(view[0].float()).all())
-            assert not bool(torch.isnan(view[1:].float()).any())
         assert pools.padding_intact()
         pools.kv_layers[0][0, 0, 0, 0, 0] = 1
         assert not pools.padding_intact()
@@ -116,5 +115,5 @@ def test_offsets_beyond_32_bits(make_limits):
     count = (5 << 30) // page_bytes
     pools = DevicePools(model, share, make_limits(page_size=64, kv_pages=count))
     pools.kv_layers[0][count - 1] = 3.0
-    assert not bool(pools.pages[: 1 << 10, 0][1:].any())
+    assert pools.padding_intact()
     assert float(pools.kv_layers[0][count - 1].amin()) == 3.0

@@ -16,6 +16,8 @@ from hybserve_kernels.sampling.noise import gumbel
 
 #: Candidates that are sorted for top-p before the whole row is (nearly every nucleus is smaller).
 _NUCLEUS = 512
+#: Rows are drawn in slices of about this many logits: the fp64 temporaries stay small beside the logits themselves.
+_ELEMENTS = 1 << 20
 
 
 class Filters(NamedTuple):
@@ -75,23 +77,29 @@ def mask_(logits_RC: torch.Tensor, rows_X: torch.Tensor, ids_X: torch.Tensor) ->
 
 def draw(logits_RC: torch.Tensor, filters: Filters, keys: list[int]) -> torch.Tensor:
     """One token per row from the softmax of ``logits / temperature`` over the tokens that the filters keep."""
-    scaled_RC = _scaled(logits_RC, filters.temperature)
+    vocab = logits_RC.shape[1]
     keys_R = torch.tensor(keys, dtype=torch.int64, device=logits_RC.device)
     tokens_R = torch.empty_like(keys_R)
-    vocab = logits_RC.shape[1]
     cut = [_truncates(k, p, vocab) for k, p in zip(filters.top_k, filters.top_p, strict=True)]
-    whole = [row for row, cuts in enumerate(cut) if not cuts]
-    if whole:
-        scores = scaled_RC if len(whole) == len(cut) else scaled_RC[whole]
-        scores = _above_min_p(scores, filters.take(whole).min_p)
-        noise = gumbel(keys_R[whole], torch.arange(vocab, device=keys_R.device))
-        tokens_R[whole] = (scores + noise).argmax(dim=-1)
-    some = [row for row, cuts in enumerate(cut) if cuts]
-    if some:
-        values_RM, ids_RM = kept(scaled_RC[some], filters.take(some))
-        best = (values_RM + gumbel(keys_R[some], ids_RM)).argmax(dim=-1, keepdim=True)
-        tokens_R[some] = ids_RM.gather(1, best).squeeze(1)
+    height = max(1, _ELEMENTS // vocab)
+    for draw_some, kind in ((_draw_whole, False), (_draw_cut, True)):
+        rows = [row for row, cuts in enumerate(cut) if cuts == kind]
+        for low in range(0, len(rows), height):
+            part = rows[low : low + height]
+            some = filters.take(part)
+            tokens_R[part] = draw_some(_scaled(logits_RC[part], some.temperature), some, keys_R[part])
     return tokens_R
+
+
+def _draw_whole(scaled_RC: torch.Tensor, filters: Filters, keys_R: torch.Tensor) -> torch.Tensor:
+    noise_RC = gumbel(keys_R, torch.arange(scaled_RC.shape[1], device=keys_R.device))
+    return (_above_min_p(scaled_RC, filters.min_p) + noise_RC).argmax(dim=-1)
+
+
+def _draw_cut(scaled_RC: torch.Tensor, filters: Filters, keys_R: torch.Tensor) -> torch.Tensor:
+    values_RM, ids_RM = kept(scaled_RC, filters)
+    best_R1 = (values_RM + gumbel(keys_R, ids_RM)).argmax(dim=-1, keepdim=True)
+    return ids_RM.gather(1, best_R1).squeeze(1)
 
 
 def kept(scaled_RC: torch.Tensor, filters: Filters) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,9 +170,7 @@ def _above_min_p(scaled: torch.Tensor, min_p: list[float]) -> torch.Tensor:
     return scaled.masked_fill(scaled < floor_R1, float("-inf"))
 
 
-def _keep(
-    scaled_RC: torch.Tensor, values_RM: torch.Tensor, top_k: list[int], top_p: list[float]
-) -> torch.Tensor:
+def _keep(scaled_RC: torch.Tensor, values_RM: torch.Tensor, top_k: list[int], top_p: list[float]) -> torch.Tensor:
     """Which of the ordered candidates top-k and top-p keep."""
     vocab, device = scaled_RC.shape[1], scaled_RC.device
     k_R1 = torch.tensor([k or vocab for k in top_k], device=device)[:, None]
