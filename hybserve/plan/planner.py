@@ -84,7 +84,7 @@ def _limits(frame: Frame, sizing: Sizing, deployment: Deployment) -> EngineLimit
 
 
 def _stage(frame: Frame, sizing: Sizing, rank: Rank) -> StagePlan:
-    transient = frame.transient_bytes(rank, sizing.shape)
+    transient = frame.transient_bytes(rank, sizing.shape, sizing.pages)
     pools = rank.page.page_bytes * sizing.pages + rank.slot.slot_bytes * sizing.slots
     low, high = rank.share.layers
     return StagePlan(
@@ -147,7 +147,7 @@ def _buys(frame: Frame, sizing: Sizing) -> tuple[str, ...]:
     else:
         kept = f"up to {_tokens(extra * frame.page_size)} tokens of prefixes retained"
         slots = sizing.slots - sizing.floors.state_slots
-        lines.append(f"{kept} with {slots} checkpoints" if slots else kept)
+        lines.append(f"{kept} with {slots} checkpoint{'s' if slots > 1 else ''}" if slots else kept)
     return tuple(lines)
 
 

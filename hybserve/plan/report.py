@@ -4,6 +4,7 @@ import msgspec
 
 from hybserve.core.errors import PlanError
 from hybserve.core.units import format_bytes
+from hybserve.plan.facts import MemoryFacts
 from hybserve.plan.result import Plan, Shortfall, StagePlan
 
 #: Stages printed one by one; of more, the first ones stand for all.
@@ -19,6 +20,17 @@ def require_fit(plan: Plan) -> None:
     """Raises PlanError (exit 3) with need, have and edits if the plan does not fit."""
     if not plan.fits:
         raise PlanError("\n".join(_shortfall_lines(plan)))
+
+
+def require_memory(plan: Plan, facts: MemoryFacts) -> None:
+    """Raises PlanError if a CPU plan asks for more than this machine has free, whatever was stated: all its ranks live
+    in one memory, and the system would kill the server in the middle of its work."""
+    need = sum(stage.weight_bytes + stage.pool_bytes + stage.transient_bytes for stage in plan.stages)
+    if facts.backend == "cpu" and need > facts.free:
+        raise PlanError(
+            f"this machine has {format_bytes(facts.free)} ({_exact(facts.free)}) of memory free, the plan needs "
+            f"{format_bytes(need)} ({_exact(need)}); lower memory.device below what is free"
+        )
 
 
 def format_plan(plan: Plan) -> str:

@@ -1,7 +1,8 @@
 """From demand to pools: which numbers are demand, which are lowered to what fits, and how many pages and slots result.
 
 Ids are global, so page and slot counts are equal on all ranks: they are chosen inside the intersection of every rank's
-budget line ``a·pages + b·slots <= M``. All arithmetic is on integers.
+budget line ``a·pages + b·slots <= M``, where M is what weights, one step and the reserve leave. All
+arithmetic is on integers.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,10 +33,10 @@ WeightBytes = Callable[[ModelSpec, RankShare, str], int]
 MOST_PAGES = 1 << 20
 #: KV that a defaulted number of running sequences should find, in tokens each.
 _COMFORT_TOKENS = 2048
-#: A defaulted max_seq_len is first lowered to the one, then, when nothing else gives, to the other.
+#: Bounds to which defaulted numbers are lowered, rung by rung: comfortable ones first.
 _COMFORT_SEQ_LEN, _LEAST_SEQ_LEN = 8192, 1024
-_COMFORT_RUNNING = 8
-_LEAST_STEP, _LEAST_STEP_GPU = 64, 512
+_COMFORT_RUNNING, _FEW_RUNNING = 8, 2
+_COMFORT_STEP, _LEAST_STEP, _LEAST_STEP_GPU = 512, 64, 512
 
 
 class Rank(msgspec.Struct, frozen=True):
@@ -59,12 +60,20 @@ class Frame(msgspec.Struct, frozen=True):
     reserve: int
     checkpoint_every: int
 
-    def transient_bytes(self, rank: Rank, shape: StepShape) -> int:
-        return transients(self.spec, rank.share, shape, self.dtypes, self.page_size, self.cuda).total
+    def transient_bytes(self, rank: Rank, shape: StepShape, pages: int) -> int:
+        return transients(self.spec, rank.share, shape, self.dtypes, self.page_size, pages, self.cuda).total
 
-    def pool_budget(self, rank: Rank, shape: StepShape) -> int:
-        """Bytes left for the rank's pools; negative if weights and transients alone are too much."""
-        return self.device - self.reserve - rank.weight_bytes - self.transient_bytes(rank, shape)
+    def holds(self, shape: StepShape, pages: int, slots: int) -> bool:
+        """Whether every rank holds its weights, the pools, one step and the reserve."""
+        return all(
+            rank.weight_bytes
+            + rank.page.page_bytes * pages
+            + rank.slot.slot_bytes * slots
+            + self.transient_bytes(rank, shape, pages)
+            + self.reserve
+            <= self.device
+            for rank in self.ranks
+        )
 
     def floors(self, shape: StepShape) -> Floors:
         return count_floors(shape.max_running, shape.max_seq_len, shape.step_tokens, self.page_size, self.prefix)
@@ -159,14 +168,15 @@ def _ladder(frame: Frame, deployment: Deployment, wanted: StepShape) -> Iterator
     comfortable bound first and to the least bound when all are comfortable."""
     engine, page = deployment.engine, frame.page_size
     least_step = max(_LEAST_STEP_GPU if frame.cuda else _LEAST_STEP, page)
-    seq_bounds = [min(wanted.max_seq_len, bound) for bound in (_COMFORT_SEQ_LEN, _LEAST_SEQ_LEN)]
+    comfort_seq_len = min(_COMFORT_SEQ_LEN, max(wanted.max_seq_len // 4, _LEAST_SEQ_LEN))
     rungs = [
-        ("max_running", min(wanted.max_running, _COMFORT_RUNNING)),
-        ("step_tokens", min(wanted.step_tokens, max(4 * page, 512))),
-        ("max_seq_len", seq_bounds[0]),
-        ("max_running", 1),
+        ("max_running", _COMFORT_RUNNING),
+        ("step_tokens", max(4 * page, _COMFORT_STEP)),
+        ("max_seq_len", comfort_seq_len),
+        ("max_running", _FEW_RUNNING),
+        ("max_seq_len", _LEAST_SEQ_LEN),
         ("step_tokens", least_step),
-        ("max_seq_len", seq_bounds[1]),
+        ("max_running", 1),
     ]
     comfortable = engine.max_running is None
     shape = wanted
@@ -213,14 +223,7 @@ def _fits(frame: Frame, shape: StepShape, comfortable: bool) -> bool:
         each = pages_of(min(shape.max_seq_len, _COMFORT_TOKENS), frame.page_size)
         pages = max(pages, shape.max_running * each + pages_of(shape.step_tokens, frame.page_size) + 1)
         slots += shape.max_running if frame.prefix else 0
-    return _hold(frame, shape, pages, slots)
-
-
-def _hold(frame: Frame, shape: StepShape, pages: int, slots: int) -> bool:
-    return all(
-        rank.page.page_bytes * pages + rank.slot.slot_bytes * slots <= frame.pool_budget(rank, shape)
-        for rank in frame.ranks
-    )
+    return frame.holds(shape, pages, slots)
 
 
 def _fill(frame: Frame, shape: StepShape) -> tuple[int, int]:
@@ -231,18 +234,13 @@ def _fill(frame: Frame, shape: StepShape) -> tuple[int, int]:
     useful = running + pages_of(shape.step_tokens, frame.page_size) + 1
     if frame.prefix:
         useful = MOST_PAGES if frame.device_stated else 2 * useful
-    budgets = [(rank.page.page_bytes, rank.slot.slot_bytes, frame.pool_budget(rank, shape)) for rank in frame.ranks]
-
-    def slots(extra: int) -> int:
-        return floors.state_slots + retention_slots(frame, extra)
 
     def good(extra: int) -> bool:
-        pages, states = floors.kv_pages + extra, slots(extra)
-        return all(a * pages + b * states <= budget for a, b, budget in budgets)
+        return frame.holds(shape, floors.kv_pages + extra, floors.state_slots + retention_slots(frame, extra))
 
     extra = largest(0, max(0, min(useful, MOST_PAGES) - floors.kv_pages), good)
     assert extra is not None, "the floors fit, so no page beyond them fits as well"
-    return floors.kv_pages + extra, slots(extra)
+    return floors.kv_pages + extra, floors.state_slots + retention_slots(frame, extra)
 
 
 def retention_slots(frame: Frame, pages: int) -> int:

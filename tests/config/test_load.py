@@ -136,7 +136,7 @@ def test_a_file_that_is_not_text(load, tmp_path):
 
 def test_broken_yaml_names_its_line(load):
     (line,) = errors(load, "engine:\n  seed: 1\n bad")
-    assert line.startswith("x.yaml:4: not YAML: ")
+    assert line.startswith("x.yaml:3: not YAML: ")
 
 
 def test_an_overridden_value_is_not_judged(load):
