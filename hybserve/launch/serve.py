@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 SILENCE = {"cpu": 300.0, "cuda": 60.0}
 _BACKLOG = 2048
 _DELIVERY = 3.0  # seconds in which api and text hand out the errors of a lost role
-_ABORT = 2.0  # seconds in which a role may end by itself once it was told to stop
+_ABORT = 5.0  # seconds in which a role may end by itself once it was told to stop
 _DRAIN_SLACK = 5.0  # seconds beyond server.drain_timeout until a drain is cut off
 
 
