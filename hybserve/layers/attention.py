@@ -39,11 +39,11 @@ class Attention:
     def __call__(self, x_TD: torch.Tensor, context: StepContext, tables: RotaryTables) -> torch.Tensor:
         tokens = x_TD.shape[0]
         projected = self._qkv(x_TD)
-        queries, keys, v = projected.split_with_sizes(
+        queries, keys, values = projected.split_with_sizes(
             (self._query_width, self._kv_heads * self._dim, self._kv_heads * self._dim), dim=1
         )
-        q_and_gate = queries.unflatten(1, (self._q_heads, -1))
-        k_TJd, v_TJd = keys.unflatten(1, (self._kv_heads, -1)), v.unflatten(1, (self._kv_heads, -1))
+        q_and_gate = queries.view(tokens, self._q_heads, -1)
+        k_TJd, v_TJd = (part.view(tokens, self._kv_heads, -1) for part in (keys, values))
         qk_THd = rotary_(self._norms(torch.cat((q_and_gate[..., : self._dim], k_TJd), dim=1)), tables).to(x_TD.dtype)
         q_THd, k_TJd = qk_THd.split_with_sizes((self._q_heads, self._kv_heads), dim=1)
         attended = self._attend(q_THd, k_TJd, v_TJd, context)

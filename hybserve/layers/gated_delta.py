@@ -54,14 +54,14 @@ class GatedDelta:
             out_TUV = self._tile(mixed_TC, g_TU, beta_TU, context)
         else:
             out_TUV = self._rows(mixed_TC, g_TU, beta_TU, context)
-        gated = self._norm(out_TUV, z.unflatten(1, (self._heads, self._value_dim)))
+        gated = self._norm(out_TUV, z.view(tokens, self._heads, self._value_dim))
         return self._out(gated.reshape(tokens, -1))
 
     def _heads_of(self, mixed_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Unit queries and keys [T, 2, I, K] and values [T, U, V]."""
         qk, v = mixed_TC.split_with_sizes((self._channels - self._value_width, self._value_width), dim=1)
-        qk_T2IK = unit_queries_keys(qk.unflatten(1, (2, self._key_heads, self._key_dim)), self._unit_scale)
-        return qk_T2IK, v.unflatten(1, (self._heads, self._value_dim))
+        qk_T2IK = unit_queries_keys(qk.view(-1, 2, self._key_heads, self._key_dim), self._unit_scale)
+        return qk_T2IK, v.view(-1, self._heads, self._value_dim)
 
     def _rows(
         self, mixed_TC: torch.Tensor, g_TU: torch.Tensor, beta_TU: torch.Tensor, context: StepContext
