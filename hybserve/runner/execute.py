@@ -13,7 +13,7 @@ import torch
 from hybserve.core.messages import StepPlan
 from hybserve.core.types import TokenLogprobs
 from hybserve.layers.step_context import StepContext
-from hybserve.plan.costs import LOGITS_ROWS
+from hybserve.plan.costs import LOGITS_SLICE
 from hybserve.plan.result import EngineLimits
 from hybserve.runner.copies import copy_runs
 from hybserve.runner.device_pools import DevicePools
@@ -44,6 +44,7 @@ class Rank:
     pools: DevicePools
     sequences: Sequences
     limits: EngineLimits
+    vocab: int  # C
 
 
 class Outcome(NamedTuple):
@@ -77,11 +78,12 @@ Logits: TypeAlias = Iterator[tuple[Ints, torch.Tensor]]  # ascending packed indi
 
 
 def _batched_logits(plan: StepPlan, packed: Packed, tokens_T: torch.Tensor, wanted: Ints, rank: Rank) -> Logits:
-    """The whole step in one forward; logits in slices of as many rows as were planned for."""
+    """The whole step in one forward; logits in slices as large as was planned for."""
     context = step_context(plan, packed, rank.sequences, rank.pools, rank.limits.page_size)
     hidden_TD = rank.model.forward(tokens_T, context)
-    for low in range(0, len(wanted), LOGITS_ROWS):
-        at = wanted[low : low + LOGITS_ROWS]
+    rows = max(1, LOGITS_SLICE // rank.vocab)
+    for low in range(0, len(wanted), rows):
+        at = wanted[low : low + rows]
         yield at, rank.model.logits(hidden_TD[torch.from_numpy(at)])
 
 

@@ -46,8 +46,7 @@ class Runner:
         self.pools = DevicePools(spec, share, limits, device, poisoned=poison)
         self.sequences = Sequences(device)
         self.stopped = False
-        self._rank = Rank(model, self.pools, self.sequences, limits)
-        self._vocab = spec.vocab_size
+        self._rank = Rank(model, self.pools, self.sequences, limits, spec.vocab_size)
         self._epoch = epoch
         self._poison = poison
         self._last_step = 0
@@ -72,7 +71,7 @@ class Runner:
         """
         params = SamplingParams(top_p=0.9, logprobs=1)
         start = SequenceStart(0, self._epoch, 0, params, [], 2, 0)
-        tokens = [0, min(1, self._vocab - 1)]
+        tokens = [0, min(1, self._rank.vocab - 1)]
         prefill = StepPlan(0, self._epoch, [0], [0], [2], [1], tokens, [0, 0], [1, 1], [0], [0], [0], *_none(5))
         decode = StepPlan(0, self._epoch, [0], [2], [1], [1], [SAMPLED], [0], [1], [0], [0], [1], *_none(5))
         bad = self._run(prefill, [start]).bad + self._run(decode, []).bad

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from bench.parity import Driver
+from bench.plan_driver import Driver
 from hybserve.layers.step_context import StepContext
 from hybserve.plan.result import EngineLimits
 from hybserve.runner.device_pools import DevicePools

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from bench.parity import Driver, Live, StepError
+from bench.plan_driver import Driver, Live, StepError
 from hybserve.core.messages import FromRunner, SequenceStart, StepDone, StepFailed, StepPlan, Stop, ToRunner
 from hybserve.core.sampling import SamplingParams
 from hybserve.wire.codec import Codec, FrameError
