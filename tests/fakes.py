@@ -32,7 +32,8 @@ def limits(**changes: Any) -> EngineLimits:
     """Small limits that a test changes where it cares."""
     values: dict[str, Any] = {
         "page_size": 4, "kv_pages": 64, "state_slots": 9, "max_running": 8, "max_seq_len": 128,
-        "step_tokens": 32, "prefill_chunk": 16, "kv_dtype": "float32", "state_dtype": "float32", "conv_dtype": "float32",
+        "step_tokens": 32, "prefill_chunk": 16,
+        "kv_dtype": "float32", "state_dtype": "float32", "conv_dtype": "float32",
     }  # fmt: skip
     return EngineLimits(**(values | changes))
 

@@ -59,7 +59,7 @@ class _Draft:
     fork_seqs: list[int] = field(default_factory=list)
     fork_pages: list[int] = field(default_factory=list)
     forked: list[tuple[int, Sequence]] = field(default_factory=list)
-    leaving: list[Sequence] = field(default_factory=list)  # ended leads whose last duty is this plan's fork
+    leaving: list[Sequence] = field(default_factory=list)  # ended leads, for whom this fork was the last duty
 
 
 class StepMaker:
@@ -82,9 +82,10 @@ class StepMaker:
         self._deal(draft)
         if len(self._waiting):
             self._admit(draft, settled)
-        if not draft.rows and not draft.chunks and not draft.state_copies:
-            return None
-        return self._finish(draft)
+        made = self._finish(draft) if draft.rows or draft.chunks or draft.state_copies else None
+        for lead in draft.leaving:
+            self._running.leave(lead, State.GONE)
+        return made
 
     def _deal(self, draft: _Draft) -> None:
         """Rows for what runs, in the total order."""
@@ -94,15 +95,14 @@ class StepMaker:
         position = 0
         while position < len(sequences):
             sequence = sequences[position]
-            if sequence.state is not decode:
-                if sequence.state is prefill:
-                    self._chunk(draft, sequence, position)
-                elif sequence.choice == 0 and sequence.sampled < sequence.max_tokens:
-                    self._fork(draft, sequence)
-                    continue  # now it decodes, or has left, or has nothing more to do
-                position += 1
-                continue
             position += 1
+            if sequence.state is prefill:
+                self._chunk(draft, sequence, position)
+                continue
+            if sequence.state is not decode:
+                self._leave_fork(draft, sequence)
+                if sequence.state is not decode:
+                    continue
             output = sequence.sampled
             if output == sequence.max_tokens or len(rows) == most:
                 continue
@@ -182,30 +182,40 @@ class StepMaker:
             )
         )
 
-    def _fork(self, draft: _Draft, lead: Sequence) -> None:
-        """Give every choice that waits for it a copy of the lead's state and of its partial page."""
-        running, request = self._running, lead.request
-        running.share(lead)
-        partial = len(request.prompt) % self._limits.page_size
-        for choice in request.sequences[1:]:
-            if choice.state is not State.FORK or (partial and not running.room_to_grow(choice)):
-                continue
-            running.join(choice)
-            if partial:
-                draft.page_copies += [lead.pages[0], *running.grow(choice, 1)]
-            draft.state_copies += [lead.slot, choice.slot]
-            table = request.shared + choice.pages
-            draft.fork_seqs += [choice.index] * len(table)
-            draft.fork_pages += table
-            choice.state = State.DECODE
-            draft.forked.append((choice.index, choice))
-        if not lead.ended:
-            lead.state = State.DECODE
-        elif request.sharers == 1:
-            running.leave(lead, State.GONE)
-        else:  # what it holds is read by this plan's copies: it leaves when the plan is made
+    def _leave_fork(self, draft: _Draft, sequence: Sequence) -> None:
+        """From FORK to DECODE, as soon as the prefill that it waits for has been planned to its end."""
+        if sequence.sampled == sequence.max_tokens:
+            return
+        if sequence.choice == 0:
+            self._open_fork(draft, sequence)
+        elif sequence.request.sharers:
+            self._fork(draft, sequence)
+
+    def _open_fork(self, draft: _Draft, lead: Sequence) -> None:
+        """The lead decodes from here; in this same plan its siblings, next in the order, are forked from it."""
+        self._running.share(lead)
+        if lead.ended:  # this plan's copies read what it holds: it leaves when the plan is made
             lead.sampled = lead.max_tokens
             draft.leaving.append(lead)
+        else:
+            lead.state = State.DECODE
+
+    def _fork(self, draft: _Draft, choice: Sequence) -> None:
+        """A copy of the lead's state, and of its partial page or else a fresh page; parked if there is no page."""
+        running, request = self._running, choice.request
+        if not running.room_to_grow(choice):
+            return
+        lead = request.sequences[0]
+        running.join(choice)
+        (page,) = running.grow(choice, 1)
+        if len(request.prompt) % self._limits.page_size:
+            draft.page_copies += [lead.pages[0], page]
+        draft.state_copies += [lead.slot, choice.slot]
+        table = [*request.shared, page]
+        draft.fork_seqs += [choice.index] * len(table)
+        draft.fork_pages += table
+        draft.forked.append((choice.index, choice))
+        choice.state = State.DECODE
 
     def _admit(self, draft: _Draft, settled: int) -> None:
         """Let in what waits, first come first served, while its first step fits whole."""
@@ -266,6 +276,4 @@ class StepMaker:
             freed=running.freed,
         )
         running.freed = []
-        for lead in draft.leaving:
-            running.leave(lead, State.GONE)
         return [*draft.begun, plan], Flight(plan, rows, samplers, decoding, draft.chunks, draft.forked)
