@@ -19,8 +19,10 @@ Send: TypeAlias = Callable[[AsgiMessage], Awaitable[None]]
 Headers: TypeAlias = list[tuple[bytes, bytes]]
 
 JSON: tuple[bytes, bytes] = (b"content-type", b"application/json")
-#: After an early refusal the rest of the body is read and dropped this long, so that the client sees the answer.
-LINGER = 1.0
+
+
+#: Refusals after which the rest of the request is of no use: the connection ends with them.
+CLOSING = frozenset({408, 413, 414, 415, 431})
 
 
 class ClientGone(Exception):
@@ -71,12 +73,17 @@ async def send_json(scope: Scope, send: Send, body: bytes, status: int = 200, ex
 
 
 async def send_error(
-    scope: Scope, receive: Receive, send: Send, error: ErrorBody, extra: Headers | None = None
+    scope: Scope,
+    receive: Receive,
+    send: Send,
+    error: ErrorBody,
+    extra: Headers | None = None,
+    linger: float = 0.0,
 ) -> None:
-    """Answer with an error. One that leaves the body unread ends the connection, once the client could read it."""
+    """Answer with an error. One that leaves the body unread ends the connection, ``linger`` seconds later at most."""
     exchange_of(scope).outcome = error.code
     headers = [*error_headers(error), *(extra or [])]
-    if error.status not in (408, 413, 415):
+    if error.status not in CLOSING:
         await send_json(scope, send, error_json(error), error.status, headers)
         return
     body = error_json(error)
@@ -84,13 +91,13 @@ async def send_error(
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": True})
     if error.status != 408:
-        await _drop_body(receive)
+        await _drop_body(receive, linger)
     await send({"type": "http.response.body", "body": b""})
 
 
-async def _drop_body(receive: Receive) -> None:
+async def _drop_body(receive: Receive, linger: float) -> None:
     try:
-        async with asyncio.timeout(LINGER):
+        async with asyncio.timeout(linger):
             while (await receive()).get("more_body", False):
                 pass
     except TimeoutError:

@@ -68,7 +68,7 @@ class Front:
         except ClientGone:
             raise
         except RequestError as error:
-            await send_error(scope, receive, send, error.body)
+            await send_error(scope, receive, send, error.body, linger=self._settings.linger)
         except HTTPException as error:
             await self._routing_error(scope, receive, send, error)
         except Exception:

@@ -21,8 +21,6 @@ from hybserve.observe.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-#: After a refusal the peer gets this long to read it before the connection goes.
-LINGER = 1.0
 #: Connections beyond the limit that still get an answer (503, or health); above these they are dropped at once.
 SPARE_CONNECTIONS = 64
 
@@ -148,7 +146,7 @@ class LimitedProtocol(H11Protocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.flow.resume_reading()
-        self.loop.call_later(LINGER, self.transport.close)
+        self.loop.call_later(self.settings.linger, self.transport.close)
 
 
 def limited_protocol(settings: ApiSettings, metrics: Metrics) -> type[LimitedProtocol]:

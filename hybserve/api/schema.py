@@ -34,7 +34,7 @@ MAX_CHARS_PER_TOKEN = 512
 COMPLETION_MAX_TOKENS = 16
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
-_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,18}\Z")
+_TOKEN_ID = re.compile(r"(?:0|[1-9][0-9]{0,18})\Z")
 _REQUEST_ID = re.compile(r"[!-~]{1,128}\Z")
 #: Names that the text role gives to the template itself; a request must not replace them.
 _RESERVED_KWARGS = frozenset({

@@ -30,6 +30,8 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     header_timeout: float = 10.0
     body_timeout: float = 60.0
     write_timeout: float = 60.0
+    #: After an early refusal the rest of the request is read and dropped this long, so that the client sees the answer.
+    linger: float = 1.0
     keep_alive: int = 30
     drain_timeout: float = 30.0
     request_timeout: float = 0.0
