@@ -70,7 +70,7 @@ class ChatTemplates:
         except RequestError:
             raise
         except TemplateError as error:
-            detail = (error.message or "no reason given")[:_MAX_DETAIL]
+            detail = str(error.message or "no reason given")[:_MAX_DETAIL]
             raise invalid_value(f"The chat template refused the conversation: {detail}", "messages") from error
         except Exception as error:  # whatever a template's expressions can raise is the request's failure, not ours
             raise invalid_value("The chat template cannot render these messages.", "messages") from error
@@ -157,7 +157,7 @@ def _prepared(source: str) -> Any:
     try:
         return _compile(source)
     except TemplateError as error:
-        detail = (error.message or "syntax error")[:_MAX_DETAIL]
+        detail = str(error.message or "syntax error")[:_MAX_DETAIL]
         raise invalid_value(f"The chat template does not compile: {detail}", "chat_template") from error
 
 
