@@ -12,10 +12,10 @@ from hybserve.plan.sizing import Frame, largest
 #: Whether a deployment fits.
 Fits = Callable[[Deployment], bool]
 
-#: How large an edit feels that changes precision or hardware instead of a number; numbers weigh old/new.
+#: How large an edit feels that changes precision instead of a number; numbers weigh old/new.
 _DTYPE_WEIGHT = 2.0
 _PARALLEL_WEIGHT = 3.0
-_MOST_RANKS = 64
+_MOST_RANKS = 16
 _MOST_DEVICE = 1 << 50
 
 
@@ -32,19 +32,21 @@ def edited(deployment: Deployment, changes: dict[str, Any]) -> Deployment | None
 
 
 def smallest_edits(deployment: Deployment, frame: Frame, fits: Fits, most: int = 3) -> tuple[str, ...]:
-    """Up to ``most`` edits as ``section.key=value``, smallest first, more memory last; an edit of two keys has a space
-    between them."""
+    """Up to ``most`` edits as ``section.key=value``: numbers and dtypes, smallest change first; two numbers at once (a
+    space between them) and more ranks where those are not enough; more memory last."""
 
     def works(changes: dict[str, Any]) -> bool:
         candidate = edited(deployment, changes)
         return candidate is not None and fits(candidate)
 
     device = _device(frame, works)
-    found = [*_numbers(deployment, works), *_dtypes(frame, works), *_parallel(deployment, frame, works)]
-    if len(found) + len(device) < most:
+    room = most - len(device)
+    found = sorted([*_numbers(deployment, works), *_dtypes(frame, works)])
+    if len(found) < room:
         found += _both(deployment, works)
-    found.sort(key=lambda edit: edit[0])
-    return tuple([text for _, text in found[: most - len(device)]] + device)
+    if len(found) < room:
+        found += _parallel(deployment, frame, works)
+    return tuple([text for _, text in found[:room]] + device)
 
 
 Works = Callable[[dict[str, Any]], bool]
@@ -87,16 +89,21 @@ def _dtypes(frame: Frame, works: Works) -> Weighed:
 
 def _device(frame: Frame, works: Works) -> list[str]:
     """The least device memory, in whole MiB (KiB where that is coarse)."""
-    low, high = frame.device, 2 * max(1, frame.device)
-    while not works({"memory.device": high}):
+    unit, name = (MIB, "MiB") if frame.device >= 64 * MIB else (KIB, "KiB")
+    low = frame.device // unit  # does not fit
+    high = 2 * max(1, low)
+    while not works({"memory.device": high * unit}):
         low, high = high, high * 2
-        if high > _MOST_DEVICE:
+        if high * unit > _MOST_DEVICE:
             return []
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if works({"memory.device": middle}) else (middle, high)
-    unit, name = (MIB, "MiB") if high >= 64 * MIB else (KIB, "KiB")
-    return [f"memory.device={-(-high // unit)}{name}"]
+    least = low + 1 + _first(high - low - 1, lambda step: works({"memory.device": (low + 1 + step) * unit}))
+    return [f"memory.device={least}{name}"]
+
+
+def _first(most: int, good: Callable[[int], bool]) -> int:
+    """The smallest of 0 .. most that is good; ``most`` is known to be."""
+    last_bad = largest(0, most, lambda step: not good(step))
+    return 0 if last_bad is None else last_bad + 1
 
 
 def _parallel(deployment: Deployment, frame: Frame, works: Works) -> Weighed:

@@ -3,6 +3,7 @@
 No weight is touched and torch is never imported, so an H200 is planned on a laptop.
 """
 
+import functools
 from pathlib import Path
 
 from hybserve.config.deployment import Deployment
@@ -39,6 +40,7 @@ def find_facts(deployment: Deployment) -> MemoryFacts:
 
 
 def make_plan(spec: ModelSpec, deployment: Deployment, facts: MemoryFacts, weights: WeightBytes = weight_bytes) -> Plan:
+    weights = functools.cache(weights)  # the search for edits asks again and again
     frame = make_frame(spec, deployment, facts, weights)
     sizing = size(frame, deployment)
     shortfalls: tuple[Shortfall, ...] = ()

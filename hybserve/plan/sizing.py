@@ -24,7 +24,7 @@ from hybserve.plan.floors import count_floors, pages_of
 from hybserve.plan.layout import PageLayout, SlotLayout, page_layout, slot_layout
 from hybserve.plan.result import Floors
 from hybserve.spec.model_spec import ModelSpec
-from hybserve.spec.split import RankShare, split_ranks
+from hybserve.spec.split import RankShare, split_ranks, width
 
 #: Bytes of weights that a share holds in a dtype.
 WeightBytes = Callable[[ModelSpec, RankShare, str], int]
@@ -51,6 +51,7 @@ class Frame(msgspec.Struct, frozen=True):
 
     spec: ModelSpec
     ranks: tuple[Rank, ...]
+    distinct: tuple[Rank, ...]  # one of each kind of rank that differs in nothing that costs bytes
     dtypes: Dtypes
     page_size: int
     prefix: bool
@@ -72,7 +73,7 @@ class Frame(msgspec.Struct, frozen=True):
             + self.transient_bytes(rank, shape, pages)
             + self.reserve
             <= self.device
-            for rank in self.ranks
+            for rank in self.distinct
         )
 
     def floors(self, shape: StepShape) -> Floors:
@@ -101,18 +102,27 @@ def make_frame(spec: ModelSpec, deployment: Deployment, facts: MemoryFacts, weig
         raise ConfigError(f"engine: {error}") from None
     if memory.device is None and facts.free == 0:
         raise ConfigError("memory.device: there is no GPU to ask; state the memory of one, such as 139GiB")
+    known: dict[object, int] = {}
+
+    def weigh(share: RankShare) -> int:
+        kind = _kind(spec, share)
+        if kind not in known:
+            known[kind] = weights(spec, share, dtypes.model)
+        return known[kind]
+
     ranks = tuple(
         Rank(
             share,
             page_layout(spec, share, cache.page_size, dtypes.kv),
             slot_layout(spec, share, dtypes.state, dtypes.conv),
-            weights(spec, share, dtypes.model),
+            weigh(share),
         )
         for share in shares
     )
     return Frame(
         spec=spec,
         ranks=ranks,
+        distinct=tuple({_kind(spec, rank.share): rank for rank in ranks}.values()),
         dtypes=dtypes,
         page_size=cache.page_size,
         prefix=cache.prefix,
@@ -122,6 +132,12 @@ def make_frame(spec: ModelSpec, deployment: Deployment, facts: MemoryFacts, weig
         reserve=(GIB if cuda else 0) if memory.reserve is None else memory.reserve,
         checkpoint_every=cache.checkpoint_every or checkpoint_cost_tokens(model_bytes(spec, dtypes), cache.page_size),
     )
+
+
+def _kind(spec: ModelSpec, share: RankShare) -> tuple[object, ...]:
+    """Equal for ranks whose bytes are equal: the same kinds of layers and the same widths."""
+    spans = (share.q_heads, share.kv_heads, share.key_heads, share.ffn, share.expert_ffn, share.shared_ffn, share.vocab)
+    return share.layer_specs(spec), share.first, share.last, *(width(span) for span in spans)
 
 
 def choose_dtypes(spec: ModelSpec, deployment: Deployment) -> Dtypes:
