@@ -65,13 +65,18 @@ def _grain(value: int, unit: int) -> int:
 
 def _numbers(deployment: Deployment, works: Works) -> Weighed:
     """The largest smaller value of each stated number."""
-    for name, unit in (("max_running", 1), ("max_seq_len", deployment.cache.page_size), ("step_tokens", 1)):
-        stated, key = getattr(deployment.engine, name), f"engine.{name}"
-        if stated is None or stated <= unit:
+    engine, page = deployment.engine, deployment.cache.page_size
+    for name, unit, low in (
+        ("max_running", 1, 1),
+        ("max_seq_len", page, page),
+        ("step_tokens", page, max(page, engine.prefill_chunk or 0)),
+    ):
+        stated, key = getattr(engine, name), f"engine.{name}"
+        if stated is None or stated <= low:
             continue
-        best = largest(unit, stated - 1, lambda value, key=key: works({key: value}))  # type: ignore[misc]
+        best = largest(low, stated - 1, lambda value, key=key: works({key: value}))  # type: ignore[misc]
         if best is not None:
-            value = _grain(best, unit)
+            value = max(low, _grain(best, unit))
             yield stated / value, f"{key}={_count(value) if name != 'max_running' else value}"
 
 
