@@ -8,7 +8,6 @@ printable by giving all other tokens a small output row.
 
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+
+from hybserve.core.errors import ModelError
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 BYTE_VOCAB = 256 + len(SPECIAL_TOKENS)
@@ -69,35 +70,41 @@ def default_embedded_dir() -> Path:
 
 
 def ensure_embedded_model(directory: Path | None = None) -> Path:
-    """The directory of the embedded checkpoint, made if it is not there yet.
+    """The directory of the embedded checkpoint, made if it is not there yet. Raises ModelError if it cannot be made.
 
     It appears whole or not at all (a rename), so processes that start together do not meet a half-written one.
     """
     target = directory or default_embedded_dir()
-    if all((target / name).is_file() for name in _FILES):
+    if _complete(target):
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        _write(work)
-        work.chmod(0o755)
-        _publish(work, target)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as work:
+            content = Path(work) / target.name
+            content.mkdir()
+            _write(content)
+            _publish(content, target)
+    except OSError as error:
+        raise ModelError(
+            f"the embedded model cannot be written to {str(target)!r} ({error.strerror}); "
+            "set XDG_CACHE_HOME to a writable directory, or model.path to a checkpoint"
+        ) from None
     return target
 
 
-def _publish(work: Path, target: Path) -> None:
-    """Rename ``work`` to ``target``; a directory that another process put there first is as good as ours."""
-    if target.is_dir() and not all((target / name).is_file() for name in _FILES):
-        for name in _FILES:  # an older, damaged one: put the files in place one by one, each atomically
-            os.replace(work / name, target / name)
-        return
+def _complete(directory: Path) -> bool:
+    return all((directory / name).is_file() for name in _FILES)
+
+
+def _publish(content: Path, target: Path) -> None:
+    """Rename ``content`` to ``target``; a directory that another process put there first is as good as ours."""
     try:
-        work.rename(target)
+        content.rename(target)
     except OSError:
-        if not all((target / name).is_file() for name in _FILES):
+        if not target.is_dir():
             raise
+        for name in _FILES:  # there already; if it is a damaged one, its files are put in place one by one
+            os.replace(content / name, target / name)
 
 
 def _write(directory: Path) -> None:

@@ -89,6 +89,15 @@ _ROPE_KEYS = frozenset(
     {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
 )
 
+#: Accepted range of each sampling default, both ends included.
+_SAMPLING: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 100.0),
+    "top_p": (1e-6, 1.0),
+    "top_k": (-1, 1 << 31),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-6, 100.0),
+}
+
 
 class _Keys:
     """Typed, bounded access to one object of config.json; ``where`` prefixes the key in messages."""
@@ -187,16 +196,6 @@ def read_generation_defaults(model_dir: Path) -> tuple[dict[str, float | int], s
     if config.get("do_sample") is False:
         found = {key: value for key, value in found.items() if key == "repetition_penalty"} | {"temperature": 0.0}
     return found, "generation_config.json" if found else "built in"
-
-
-#: Accepted range of each sampling default, both ends included.
-_SAMPLING: dict[str, tuple[float, float]] = {
-    "temperature": (0.0, 100.0),
-    "top_p": (1e-6, 1.0),
-    "top_k": (-1, 1 << 31),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (1e-6, 100.0),
-}
 
 
 def read_eos_ids(model_dir: Path, vocab_size: int) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ Nothing here reads or maps tensor data; no torch.
 """
 
 import math
+import stat
 import struct
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,11 @@ def read_headers(model_dir: Path) -> dict[str, TensorInfo]:
 def read_header(file: Path) -> list[TensorInfo]:
     """The tensors of one safetensors file in the order of their bytes. Raises ModelError."""
     try:
+        facts = file.stat()
+        if not stat.S_ISREG(facts.st_mode):  # opening a pipe would wait for ever
+            raise ModelError(f"{file.name}: not a regular file")
         with file.open("rb") as stream:
-            size = file.stat().st_size
+            size = facts.st_size
             prefix = stream.read(_LENGTH.size)
             if len(prefix) < _LENGTH.size:
                 raise ModelError(f"{file.name}: only {size} bytes, not a safetensors file")

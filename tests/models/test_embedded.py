@@ -1,15 +1,29 @@
 import json
+import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
+from hybserve.core.errors import ModelError
 from hybserve.models import embedded
 from hybserve.models.embedded import ensure_embedded_model
+from hybserve.models.load import load_weights
+from hybserve.spec.from_hf import read_bos_id, read_eos_ids, read_generation_defaults, read_model_spec
+from hybserve.spec.inventory import params_of
+from hybserve.spec.split import split_ranks
 
 torch.set_num_threads(1)
+
+
+def current_umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +37,7 @@ def test_made_once_and_whole(model_dir: Path) -> None:
     assert {path.name: path.stat().st_mtime_ns for path in model_dir.iterdir()} == before
     assert sorted(before) == sorted(embedded._FILES)
     assert [path.name for path in model_dir.parent.iterdir()] == ["embedded"]  # no scratch directory stays
-    assert stat.S_IMODE(model_dir.stat().st_mode) == 0o755
+    assert stat.S_IMODE(model_dir.stat().st_mode) & 0o055 == 0o055 & ~current_umask()
 
 
 def test_same_bytes_every_time(model_dir: Path, tmp_path: Path) -> None:
@@ -45,6 +59,34 @@ def test_a_rename_lost_to_another_process_is_no_error(tmp_path: Path) -> None:
     embedded._write(work)
     embedded._publish(work, first)
     assert all((first / name).is_file() for name in embedded._FILES)
+
+
+def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match=r"the embedded model cannot be written to .*; set XDG_CACHE_HOME"):
+        ensure_embedded_model(tmp_path / "file" / "embedded")
+    with pytest.raises(ModelError, match="cannot be written"):
+        ensure_embedded_model(tmp_path / "file")
+
+
+def test_processes_that_start_together(tmp_path: Path) -> None:
+    code = "import sys, pathlib, hybserve.models.embedded as e; e.ensure_embedded_model(pathlib.Path(sys.argv[1]))"
+    command = [sys.executable, "-c", code, str(tmp_path / "shared")]
+    starts = [subprocess.Popen(command) for _ in range(2)]
+    assert [start.wait(120) for start in starts] == [0, 0]
+    assert [path.name for path in tmp_path.iterdir()] == ["shared"]
+
+
+def test_our_loader_loads_it(model_dir: Path) -> None:
+    spec = read_model_spec(model_dir)
+    assert (spec.recurrent_layers, spec.attention_layers, spec.vocab_size) == (6, 2, 259)
+    assert read_eos_ids(model_dir, spec.vocab_size) == (embedded.IM_END, embedded.END_OF_TEXT)
+    assert read_bos_id(model_dir, spec.vocab_size) is None
+    assert read_generation_defaults(model_dir) == ({"temperature": 0.7, "top_p": 0.9}, "generation_config.json")
+    share = split_ranks(spec)[0]
+    params = {param.name: torch.zeros(param.shape) for param in params_of(spec, share)}
+    load_weights(model_dir, spec, share, params)
+    assert all(tensor.any() for tensor in params.values())
 
 
 def test_default_directory_is_the_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

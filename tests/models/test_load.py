@@ -182,7 +182,9 @@ def test_dtypes_convert(source: str, target: torch.dtype, tmp_path: Path) -> Non
     [("uneven", 2), ("uneven", 3), ("uneven", 5), ("odd", 3), ("no_recurrent", 4), ("no_recurrent", 3)]
     + [(shape, 2) for shape in ("next_mixed", "next_moe", "moe", "multimodal_moe", "bias", "dims")],
 )
-def test_every_rank_gets_its_slice(shape: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer69_every_rank_gets_its_slice(
+    shape: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = make_checkpoint(tmp_path, shape)
     spec = read_model_spec(path)
     whole = by_hand(path)
@@ -293,6 +295,22 @@ def test_f80_weights_that_do_not_match(damaged: Path, change: Any, message: str)
     with pytest.raises(ModelError, match=message) as error:
         loaded(damaged)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_f80_one_bad_value_anywhere(value: float, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found in any dtype and in both ways of reading: a run on its own, and a cut out of a larger block."""
+    path = make_checkpoint(tmp_path, "no_recurrent", dtype=dtype)
+    spec = read_model_spec(path)
+    share = split_ranks(spec, 2)[1]
+    rewrite(path, lambda t: t["model.layers.2.mlp.down_proj.weight"].__setitem__((5, 90), value))
+    for short_run in (0, 1 << 30):
+        monkeypatch.setattr(load, "_SHORT_RUN", short_run)
+        with pytest.raises(
+            ModelError, match=r"tensor model\.layers\.2\.mlp\.down_proj\.weight holds values that are not"
+        ):
+            load_weights(path, spec, share, allocate(spec, share, getattr(torch, dtype)))
 
 
 def test_f80_values_beyond_the_served_dtype(damaged: Path) -> None:

@@ -1,4 +1,5 @@
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,12 @@ def test_f80_shard_missing(sharded: Path) -> None:
     weight_files(sharded)[1].unlink()
     with pytest.raises(ModelError, match=r"^model-00002-of-00003.safetensors: not found"):
         read_headers(sharded)
+
+
+def test_f80_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"^model.safetensors: not a regular file"):
+        read_headers(tmp_path)
 
 
 def test_f81_only_safetensors(tmp_path: Path) -> None:
