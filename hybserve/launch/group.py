@@ -62,6 +62,7 @@ class Role:
             raise RoleFailed(self.name, message.reason, message.exit_code)
         if isinstance(message, Ready):
             self.ready = message
+            self.progressed = self.heard
         elif isinstance(message, Heartbeat):
             if message.progress != self._progress or not message.busy:
                 self.progressed = self.heard

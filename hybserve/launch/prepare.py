@@ -9,7 +9,6 @@ import msgspec
 
 from hybserve import __version__
 from hybserve.config.deployment import Deployment
-from hybserve.config.load import check_servable
 from hybserve.core.errors import HybserveError, ModelError
 from hybserve.core.types import ServingFacts
 from hybserve.launch.group import child_environment
@@ -32,10 +31,8 @@ class Prepared(msgspec.Struct, frozen=True):
     dtype: str  # of the weights on the device
 
 
-def prepare(deployment: Deployment) -> Prepared:
-    """Check that the deployment can be served and plan it. Raises ConfigError, ModelError or PlanError."""
-    check_servable(deployment)
-    directory = model_directory(deployment)
+def prepare(deployment: Deployment, directory: Path) -> Prepared:
+    """Check that the model in ``directory`` can be served and plan it. Raises ConfigError, ModelError or PlanError."""
     if not directory.is_dir():
         raise ModelError(f"model.path: {directory} is not a model directory")
     spec = read_model_spec(directory)

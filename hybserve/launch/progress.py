@@ -53,6 +53,6 @@ class LoadProgress:
     def _detail(self, message: Loading) -> str:
         if not message.stage.startswith(_WEIGHTS):
             return f"{message.done:.0%}"
-        gigabytes = message.done * self._total / 1e9
-        seconds = max(time.monotonic() - self._since, 1e-3)
-        return f"{gigabytes:.2f} of {self._total / 1e9:.2f} GB, {gigabytes / seconds:.2f} GB/s"
+        unit, size = ("GB", 1e9) if self._total >= 1e9 else ("MB", 1e6)
+        done, seconds = message.done * self._total, max(time.monotonic() - self._since, 1e-3)
+        return f"{done / size:.2f} of {self._total / size:.2f} {unit}, {done / seconds / 1e9:.2f} GB/s"

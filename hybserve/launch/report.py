@@ -83,6 +83,8 @@ def _print_rich(title: str, lines: Sequence[tuple[str, str]], stream: TextIO) ->
 def layer_stack(layers: Sequence[LayerSpec]) -> str:
     """``64 layers: 16 x (3 gated_delta, 1 attention)``, mixture-of-experts layers marked ``+moe``."""
     names = [layer.mixer + ("+moe" if layer.mlp == "moe" else "") for layer in layers]
+    if len(set(names)) == 1:
+        return f"{len(names)} x {names[0]}"
     period = next(size for size in range(1, len(names) + 1) if _repeats(names, size))
     runs = ", ".join(f"{len(list(run))} {name}" for name, run in groupby(names[:period]))
     repeats, rest = divmod(len(names), period)

@@ -10,10 +10,11 @@ import msgspec
 import psutil
 
 from hybserve.config.deployment import Deployment
+from hybserve.config.load import check_servable
 from hybserve.core.errors import EXIT_OK, ConfigError, HybserveError
 from hybserve.core.messages import Drain, Ready, Stop
 from hybserve.launch.group import RoleFailed, RoleGroup
-from hybserve.launch.prepare import Prepared, prepare
+from hybserve.launch.prepare import Prepared, model_directory, prepare
 from hybserve.launch.progress import LoadProgress
 from hybserve.launch.report import Started, print_report
 from hybserve.launch.role import RoleStart
@@ -36,7 +37,10 @@ def serve(deployment: Deployment, silence: float | None = None) -> int:
     log.setup("launch", deployment.log.level, deployment.log.format)
     clock = StageClock()
     try:
-        prepared = prepare(deployment)
+        check_servable(deployment)
+        directory = model_directory(deployment)
+        clock.lap("model")
+        prepared = prepare(deployment, directory)
         clock.lap("plan")
         listener = bind(deployment.server.host, deployment.server.port)
     except HybserveError as error:

@@ -80,7 +80,7 @@ class Server:
         """The process of a role, by its command line."""
         for child in self.process.children():
             with contextlib.suppress(psutil.NoSuchProcess):
-                if child.cmdline()[-2:] == ["hybserve.launch", name]:
+                if child.cmdline()[-1:] == [name]:
                     return child
         raise AssertionError(f"no process of role {name}")
 

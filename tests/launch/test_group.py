@@ -108,6 +108,14 @@ def test_F72_a_loop_that_turns_without_progress_counts_as_silent():
             poll_until(group, lambda: False)
 
 
+def test_a_slow_start_is_not_held_against_the_engine():
+    with RoleGroup(silence=1) as group:
+        begin(group, "engine", ["deaf", 2], ["ready"], ["beat", 60])
+        poll_until(group, lambda: group.ready)
+        end = time.monotonic() + 1
+        poll_until(group, lambda: time.monotonic() > end)
+
+
 def test_a_busy_loop_with_progress_and_an_idle_one_are_healthy():
     with RoleGroup(silence=1) as group:
         begin(group, "engine", ["ready"], ["beat", 60])

@@ -99,8 +99,8 @@ def test_a_terminal_gets_the_same_words_in_colour(monkeypatch):
 @pytest.mark.parametrize(
     ("layers", "text"),
     [
-        ([ATTENTION], "1 layers: 1 attention"),
-        ([DELTA] * 3, "3 layers: 3 x (1 gated_delta)"),
+        ([ATTENTION], "1 x attention"),
+        ([DELTA] * 3, "3 x gated_delta"),
         ([DELTA, ATTENTION, DELTA], "3 layers: 1 x (1 gated_delta, 1 attention), 1 gated_delta"),
         ([DELTA, LayerSpec("attention", "moe")], "2 layers: 1 gated_delta, 1 attention+moe"),
     ],
