@@ -172,14 +172,15 @@ def stop_strings_end_the_text(client):
 
 
 def raises(kind, status, code, call):
+    caught = None
     try:
         call()
     except kind as error:
-        assert error.status_code == status, error
-        assert error.code == code, error
-        assert error.request_id, error
-        return error
-    raise AssertionError(f"no {kind.__name__}")
+        caught = error
+    assert caught is not None, f"no {kind.__name__}"
+    assert (caught.status_code, caught.code) == (status, code), caught
+    assert caught.request_id, caught
+    return caught
 
 
 @check
