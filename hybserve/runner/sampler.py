@@ -9,6 +9,7 @@ distribution, before all of that, as OpenAI and vLLM report them, and never belo
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from hybserve_kernels.sampling import (
     Filters,
@@ -79,24 +80,19 @@ def _sample_shaped(logits_RC: torch.Tensor, rows: list[Sequence], outputs: list[
 
 
 def _penalise(logits_RC: torch.Tensor, rows: list[Sequence]) -> None:
-    index_X: list[int] = []
-    ids_X: list[int] = []
-    counts_X: list[int] = []
-    for index, row in enumerate(rows):
-        if row.counts is not None:
-            index_X += [index] * len(row.counts.ids)
-            ids_X += row.counts.ids
-            counts_X += row.counts.counts
-    if ids_X:
-        penalise_(
-            logits_RC,
-            torch.tensor(index_X),
-            torch.tensor(ids_X),
-            torch.tensor(counts_X),
-            torch.tensor([row.sampling.repetition_penalty for row in rows]),
-            torch.tensor([row.sampling.presence_penalty for row in rows]),
-            torch.tensor([row.sampling.frequency_penalty for row in rows]),
-        )
+    counted = [(index, row.counts) for index, row in enumerate(rows) if row.counts is not None]
+    if not counted:
+        return
+    sizes = [len(counts.ids) for _, counts in counted]
+    penalise_(
+        logits_RC,
+        torch.from_numpy(np.repeat([index for index, _ in counted], sizes)),
+        torch.from_numpy(np.concatenate([counts.ids for _, counts in counted])),
+        torch.from_numpy(np.concatenate([counts.counts for _, counts in counted])),
+        torch.tensor([row.sampling.repetition_penalty for row in rows]),
+        torch.tensor([row.sampling.presence_penalty for row in rows]),
+        torch.tensor([row.sampling.frequency_penalty for row in rows]),
+    )
 
 
 def _bias(logits_RC: torch.Tensor, rows: list[Sequence]) -> None:

@@ -11,36 +11,33 @@ from hybserve.core.sampling import SamplingParams
 
 
 class TokenCounts:
-    """The distinct tokens of a sequence and how often each was generated; arrays that grow with the output."""
+    """The distinct tokens of a sequence and how often each was generated, in arrays that grow with the output."""
 
     def __init__(self, prompt: list[int], output: list[int]) -> None:
-        self._index: dict[int, int] = {}
-        self._ids: list[int] = []
-        self._counts: list[int] = []
-        for token in prompt:
-            self._slot(token)
+        distinct = list(dict.fromkeys(prompt))
+        self._index = {token: place for place, token in enumerate(distinct)}
+        self._ids = np.array(distinct, dtype=np.int64)
+        self._counts = np.zeros(len(distinct), dtype=np.int64)
         for token in output:
             self.add(token)
 
-    def _slot(self, token: int) -> int:
-        slot = self._index.setdefault(token, len(self._ids))
-        if slot == len(self._ids):
-            self._ids.append(token)
-            self._counts.append(0)
-        return slot
-
     def add(self, token: int) -> None:
         """One more generated token."""
-        self._counts[self._slot(token)] += 1
+        place = self._index.setdefault(token, len(self._index))
+        if place == len(self._ids):
+            room = np.zeros(max(16, place), dtype=np.int64)
+            self._ids, self._counts = np.concatenate((self._ids, room)), np.concatenate((self._counts, room))
+        self._ids[place] = token
+        self._counts[place] += 1
 
     @property
-    def ids(self) -> list[int]:
-        return self._ids
+    def ids(self) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+        return self._ids[: len(self._index)]
 
     @property
-    def counts(self) -> list[int]:
+    def counts(self) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
         """How often each of ``ids`` was generated; 0 = it stands in the prompt only."""
-        return self._counts
+        return self._counts[: len(self._index)]
 
 
 class Sequence:

@@ -71,4 +71,9 @@ def test_tiles_cover_every_position_once():
 def test_token_counts():
     counts = TokenCounts([5, 5, 7], [7, 9, 9])
     counts.add(5)
-    assert dict(zip(counts.ids, counts.counts, strict=True)) == {5: 1, 7: 1, 9: 2}
+    for token in range(100, 200):
+        counts.add(token)
+    assert counts.counts[3:].tolist() == [1] * 100
+    counts = TokenCounts([5, 5, 7], [7, 9, 9, 5])
+    assert TokenCounts([], []).ids.tolist() == []
+    assert dict(zip(counts.ids.tolist(), counts.counts.tolist(), strict=True)) == {5: 1, 7: 1, 9: 2}

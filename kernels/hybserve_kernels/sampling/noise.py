@@ -39,19 +39,17 @@ def position_key(stream: int, position: int) -> int:
     return _signed(_fold(stream, position))
 
 
-def _shifted(bits: torch.Tensor, count: int) -> torch.Tensor:
-    """Logical shift right (torch shifts int64 arithmetically)."""
-    return (bits >> count).bitwise_and_((1 << (64 - count)) - 1)
-
-
 def gumbel(keys_R: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Standard Gumbel noise in fp64 for token ids [M] or [R, M] under the keys of R rows, as [R, M].
 
     The uniform underneath has 53 bits and is never 0 or 1.
     """
-    bits = (ids + 1) * _signed(_GOLDEN) + keys_R[:, None]
-    bits = (bits ^ _shifted(bits, 30)) * _signed(_MIX_1)
-    bits = (bits ^ _shifted(bits, 27)) * _signed(_MIX_2)
-    bits = bits ^ _shifted(bits, 31)
-    uniform = (_shifted(bits, 11).double() + 0.5) * 2.0**-53
-    return -torch.log(-torch.log(uniform))
+    bits = (ids + 1).mul_(_signed(_GOLDEN)) + keys_R[:, None]
+    spare = torch.empty_like(bits)
+    for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, 1)):
+        # a logical shift: torch's is arithmetic on int64
+        torch.bitwise_right_shift(bits, shift, out=spare)
+        bits.bitwise_xor_(spare.bitwise_and_((1 << (64 - shift)) - 1)).mul_(_signed(factor))
+    bits.bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1)
+    uniform = bits.double().add_(0.5).mul_(2.0**-53)
+    return uniform.log_().neg_().log_().neg_()

@@ -14,10 +14,11 @@ import torch
 
 from hybserve_kernels.sampling.noise import gumbel
 
-#: Candidates that are sorted for top-p before the whole row is (nearly every nucleus is smaller).
-_NUCLEUS = 512
-#: Rows are drawn in slices of about this many logits: the fp64 temporaries stay small beside the logits themselves.
-_ELEMENTS = 1 << 20
+#: Candidates that are sorted for top-p at first; a larger nucleus takes this many times more, again and again.
+_NUCLEUS = 64
+_WIDEN = 16
+#: Draws go in slices of about this many logits: the fp64 temporaries stay in the processor's cache.
+_ELEMENTS = 1 << 15
 
 
 class Filters(NamedTuple):
@@ -39,8 +40,9 @@ class Filters(NamedTuple):
 
 def greedy(logits_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The likeliest token of each row (lowest id on a tie) and whether all its logits are finite."""
-    low_R, high_R = torch.aminmax(logits_RC, dim=-1)
-    return logits_RC.argmax(dim=-1), torch.isfinite(low_R) & torch.isfinite(high_R)
+    tokens_R = logits_RC.argmax(dim=-1)  # of a NaN, if there is one
+    high_R = logits_RC.gather(1, tokens_R[:, None]).squeeze(1)
+    return tokens_R, torch.isfinite(high_R) & torch.isfinite(logits_RC.amin(dim=-1))
 
 
 def penalise_(
@@ -92,8 +94,11 @@ def draw(logits_RC: torch.Tensor, filters: Filters, keys: list[int]) -> torch.Te
 
 
 def _draw_whole(scaled_RC: torch.Tensor, filters: Filters, keys_R: torch.Tensor) -> torch.Tensor:
-    noise_RC = gumbel(keys_R, torch.arange(scaled_RC.shape[1], device=keys_R.device))
-    return (_above_min_p(scaled_RC, filters.min_p) + noise_RC).argmax(dim=-1)
+    scores_RC = _above_min_p(scaled_RC, filters.min_p)
+    for low in range(0, scores_RC.shape[1], _ELEMENTS):
+        block = scores_RC[:, low : low + _ELEMENTS]
+        block += gumbel(keys_R, torch.arange(low, low + block.shape[1], device=keys_R.device))
+    return scores_RC.argmax(dim=-1)
 
 
 def _draw_cut(scaled_RC: torch.Tensor, filters: Filters, keys_R: torch.Tensor) -> torch.Tensor:
@@ -111,12 +116,13 @@ def kept(scaled_RC: torch.Tensor, filters: Filters) -> tuple[torch.Tensor, torch
     vocab = scaled_RC.shape[1]
     top_k = [k if 0 < k < vocab else 0 for k in filters.top_k]
     depth = min(max(*top_k, _NUCLEUS if 0 in top_k else 1), vocab)
-    values_RM, ids_RM = ordered(scaled_RC, depth)
-    keep_RM = _keep(scaled_RC, values_RM, top_k, filters.top_p)
-    if depth < vocab and any(reaches and k == 0 for reaches, k in zip(keep_RM[:, -1].tolist(), top_k, strict=True)):
-        values_RM, ids_RM = ordered(scaled_RC, vocab)  # a nucleus larger than the candidates
+    while True:
+        values_RM, ids_RM = ordered(scaled_RC, depth)
         keep_RM = _keep(scaled_RC, values_RM, top_k, filters.top_p)
-    return _above_min_p(values_RM.masked_fill(~keep_RM, float("-inf")), filters.min_p), ids_RM
+        open_ended = any(last and k == 0 for last, k in zip(keep_RM[:, -1].tolist(), top_k, strict=True))
+        if depth == vocab or not open_ended:
+            return _above_min_p(values_RM.masked_fill(~keep_RM, float("-inf")), filters.min_p), ids_RM
+        depth = min(depth * _WIDEN, vocab)
 
 
 def token_logprobs(
@@ -135,19 +141,23 @@ def ordered(values_RC: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Te
     rows, width = values_RC.shape
     if count == 0:
         return values_RC[:, :0], torch.empty(rows, 0, dtype=torch.int64, device=values_RC.device)
-    if count * 8 >= width:
-        values, ids = torch.sort(values_RC, dim=-1, descending=True, stable=True)
-        return values[:, :count], ids[:, :count]
-    # topk leaves open which of equal values it returns: widen to all that reach the last one, in order of their ids
-    edge_R1 = torch.topk(values_RC, count, dim=-1).values[:, -1:]
-    reach_RC = values_RC >= edge_R1
-    widest = int(reach_RC.sum(dim=-1).max())
-    ids = torch.where(reach_RC, torch.arange(width, device=values_RC.device), width)
-    ids = torch.topk(ids, widest, dim=-1, largest=False).values if widest < width else ids
-    ids = ids.sort(dim=-1).values
-    values = values_RC.gather(1, ids.clamp(max=width - 1)).masked_fill(ids == width, float("-inf"))
-    values, order = torch.sort(values, dim=-1, descending=True, stable=True)
-    return values[:, :count], ids.gather(1, order)[:, :count]
+    if count * 4 >= width:
+        values_RM, ids_RM = torch.sort(values_RC, dim=-1, descending=True, stable=True)
+        return values_RM[:, :count], ids_RM[:, :count]
+    # topk leaves open which of equal values it returns, and in which order
+    best_RM, ids_RM = torch.topk(values_RC, count + 1, dim=-1)
+    ids_RM = ids_RM[:, :count].sort(dim=-1).values
+    for row in torch.nonzero(best_RM[:, -1] == best_RM[:, -2]).flatten().tolist():
+        ids_RM[row] = _reaching(values_RC[row], best_RM[row, -1], count)
+    values_RM, order_RM = torch.sort(values_RC.gather(1, ids_RM), dim=-1, descending=True, stable=True)
+    return values_RM, ids_RM.gather(1, order_RM)
+
+
+def _reaching(values_C: torch.Tensor, edge: torch.Tensor, count: int) -> torch.Tensor:
+    """Ids of the ``count`` largest, ascending. ``edge`` is the smallest of them and stands more often than fits."""
+    above = torch.nonzero(values_C > edge).flatten()
+    level = torch.nonzero(values_C == edge).flatten()[: count - len(above)]
+    return torch.cat((above, level)).sort().values
 
 
 def _truncates(top_k: int, top_p: float, vocab: int) -> bool:
