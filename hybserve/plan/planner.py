@@ -21,12 +21,14 @@ from hybserve.spec.model_spec import ModelSpec
 from hybserve.spec.safetensors import read_headers, weight_files
 
 
-def plan_deployment(deployment: Deployment, facts: MemoryFacts | None = None) -> Plan:
-    """The plan of a deployment whose ``model.path`` is a model directory or a config.json. Facts are found here if
-    not given. Raises ConfigError, ModelError; a plan that does not fit is returned (see ``report.require_fit``)."""
-    if deployment.model.path is None:
-        raise ConfigError("model.path: not set; it names a model directory or a config.json")
-    path = Path(deployment.model.path)
+def plan_deployment(deployment: Deployment, facts: MemoryFacts | None = None, path: Path | None = None) -> Plan:
+    """The plan of the model directory or config.json that ``model.path`` names, or of ``path`` where it names none.
+    Weights that lie beside the configuration are checked against it by their headers. Facts are found here if not
+    given. Raises ConfigError, ModelError; a plan that does not fit is returned (see ``report.require_fit``)."""
+    if path is None:
+        if deployment.model.path is None:
+            raise ConfigError("model.path: not set; it names a model directory or a config.json")
+        path = Path(deployment.model.path)
     spec = read_model_spec(path)
     if deployment.model.load == "weights" and path.is_dir() and weight_files(path):
         bind(spec, read_headers(path))  # every tensor is consumed and every parameter filled, or refused by name

@@ -145,6 +145,10 @@ def test_a_missing_model_is_named(tmp_path):
         plan_deployment(load_deployment(None, (), {}))
 
 
+def test_a_model_that_no_key_names(model_dir):
+    assert plan_deployment(load_deployment(None, (), {}), path=model_dir(TINY)).fits
+
+
 def test_facts_are_this_machine_unless_a_gpu_is_asked_for():
     assert find_facts(load_deployment(None, (), {})).backend == "cpu"
     assert find_facts(load_deployment(None, ["engine.backend=cuda"], {})) == MemoryFacts("cuda", 0)
