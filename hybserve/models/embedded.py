@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from hybserve.core.errors import ModelError
 
@@ -114,7 +114,7 @@ def _write(directory: Path) -> None:
         directory / "generation_config.json",
         {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "eos_token_id": [IM_END, END_OF_TEXT]},
     )
-    save_file(_weights(), directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "model.safetensors").write_bytes(save(_weights(), metadata={"format": "pt"}))
 
 
 def write_tokenizer_files(directory: Path) -> None:

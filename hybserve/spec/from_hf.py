@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybserve.core.errors import ModelError
-from hybserve.spec.json_file import TOKENIZER_LIMIT, read_object, read_optional, shown
+from hybserve.spec.json_file import TOKENIZER_LIMIT, one_line, read_object, read_optional, shown
 from hybserve.spec.model_spec import AttentionSpec, GatedDeltaSpec, LayerSpec, Mixer, ModelSpec, MoeSpec
 from hybserve.spec.safetensors import read_headers, weight_files
 
@@ -330,7 +330,7 @@ def _rope(text: _Keys) -> tuple[float, float]:
         raise rope.fail("rope_type", f"{shown(kind)} is not supported, only 'default'")
     unknown = sorted(set(rope.content) - _ROPE_KEYS)
     if unknown:
-        raise rope.fail(shown(unknown[0]), "is not a known key of rope type 'default'")
+        raise rope.fail(one_line(unknown[0], 40), "is not a known key of rope type 'default'")
     theta_keys = rope if "rope_theta" in rope.content else text
     partial_keys = rope if "partial_rotary_factor" in rope.content else text
     return theta_keys.number("rope_theta", 10000.0, 1.0, 1e30), partial_keys.number(

@@ -273,8 +273,11 @@ def test_f83_config_missing(tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling.rope_type 'linear' is not supported"),
         ({"rope_scaling": {"type": ["x"]}}, "rope_scaling.rope_type a list of 1 is not supported"),
         ({"rope_parameters": {"rope_theta": None}}, "rope_parameters.rope_theta must be"),
-        ({"rope_parameters": {"factor": 4.0}}, "rope_parameters.'factor' is not a known key"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "'full_attention' is not a known key"),
+        ({"rope_parameters": {"factor": 4.0}}, "rope_parameters.factor is not a known key"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+            "rope_parameters.full_attention is not a known key",
+        ),
         ({"linear_num_key_heads": 0}, "linear_num_key_heads must be"),
         (
             {"linear_num_key_heads": 3, "linear_num_value_heads": 4},

@@ -6,14 +6,28 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from hybserve.core.errors import ModelError
 from hybserve.spec.from_hf import read_model_spec
 from hybserve.spec.inventory import ParamSpec, bind, inventory, params_of, weight_bytes
-from hybserve.spec.model_spec import DTYPE_BYTES, ModelSpec
+from hybserve.spec.model_spec import (
+    DTYPE_BYTES,
+    AttentionSpec,
+    GatedDeltaSpec,
+    LayerSpec,
+    Mixer,
+    Mlp,
+    ModelSpec,
+    MoeSpec,
+)
 from hybserve.spec.safetensors import TensorInfo
 from hybserve.spec.split import split_ranks
 from tests.checkpoints import SHAPES, make_checkpoint
+
+MIXERS: tuple[Mixer, ...] = ("attention", "gated_delta")
+MLPS: tuple[Mlp, ...] = ("dense", "moe")
 
 
 @pytest.fixture(scope="module", params=SHAPES)
@@ -76,6 +90,48 @@ def test_local_shapes_add_up(ranks: int, tmp_path: Path) -> None:
         whole = param.sections[0].split == "whole"
         assert sum(shape[param.axis] for shape in local) == param.shape[param.axis] * (ranks if whole else 1)
         assert all(_without(shape, param) == _without(param.shape, param) for shape in local)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_peer69_shares_of_any_model_tile_it(data: st.DataObject) -> None:
+    """Ranges of one section over all ranks follow one another from 0 to its end; only kv heads may repeat."""
+    size = st.integers(1, 9)
+    kv_heads, key_heads = data.draw(size), data.draw(size)
+    kinds = st.sampled_from([LayerSpec(mixer, mlp) for mixer in MIXERS for mlp in MLPS])
+    spec = ModelSpec(
+        family="qwen3_next",
+        vocab_size=data.draw(st.integers(1, 50)),
+        hidden=data.draw(size),
+        ffn=data.draw(size),
+        layers=tuple(data.draw(st.lists(kinds, min_size=1, max_size=7))),
+        attention=AttentionSpec(
+            kv_heads * data.draw(size), kv_heads, 4, 2, 1e4, output_gate=data.draw(st.booleans()), bias=True
+        ),
+        gated_delta=GatedDeltaSpec(key_heads, key_heads * data.draw(size), data.draw(size), data.draw(size), 3),
+        moe=MoeSpec(experts=3, top_k=1, expert_ffn=data.draw(size), shared_ffn=data.draw(st.integers(0, 4))),
+        norm_eps=1e-6,
+        tied=data.draw(st.booleans()),
+        dtype="bfloat16",
+        max_seq_len=64,
+    )
+    ranks, stages = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 4))
+    try:
+        shares = split_ranks(spec, ranks, stages)
+    except ValueError:
+        assume(False)
+    for param in inventory(spec):
+        for section in param.sections:
+            ranges = [section.range(share) for share in shares[:ranks]]
+            if section.split == "whole":
+                assert set(ranges) == {(0, section.units)}
+            else:
+                distinct = list(dict.fromkeys(ranges)) if section.split == "kv_heads" else ranges
+                assert [low for low, _ in distinct] == [0, *(high for _, high in distinct[:-1])]
+                assert distinct[-1][1] == section.units
+    held = [param.name for share in shares[::ranks] for param in params_of(spec, share)]
+    twice = {"embed.weight"} if spec.tied and stages > 1 else set()
+    assert sorted(held) == sorted([param.name for param in inventory(spec)] + list(twice))
 
 
 def _without(shape: tuple[int, ...], param: ParamSpec) -> tuple[int, ...]:
