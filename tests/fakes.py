@@ -9,6 +9,8 @@ computes the right ones from the prompt alone.
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import mul, xor
 from typing import Any
 
 from hybserve.core.messages import FromRunner, SequenceStart, StepDone, StepFailed, StepPlan, Stop, ToRunner
@@ -62,28 +64,22 @@ class Pages:
     def read(self, table: list[int], length: int) -> int:
         """One number for all KV before ``length``: which pages, in which order, with what in them."""
         full, rest = divmod(length, self.page_size)
-        folds, total, weight = self.folds, 0, 1
-        for page in table[:full]:
-            total += weight * folds[page]
-            weight += 2
+        total = sum(map(mul, range(1, 2 * full, 2), map(self.folds.__getitem__, table[:full])))
         if rest:
-            total += weight * _fold(self.content[table[full]][:rest])
+            total += (2 * full + 1) * _fold(self.content[table[full]][:rest])
         return total & _MASK
 
 
 def _fold(values: Iterable[int]) -> int:
-    total = 0
-    for value in values:
-        total ^= value
-    return total
+    return reduce(xor, values, 0)
 
 
 def next_state(state: int, token: int, kv: int) -> int:
-    return mix(state + mix(token + 1) ^ kv)
+    return mix(state + (token + 1) * 0xD6E8_FEB8_6659_FD93 ^ kv)
 
 
 def sample(state: int, kv: int, stream: int, output: int, vocab: int) -> int:
-    return (mix(state ^ mix(kv ^ stream) ^ (output * 0x5851_F42D_4C95_7F2D & _MASK)) >> 33) % vocab
+    return (mix(state + kv * 0x5851_F42D_4C95_7F2D ^ stream + (output << 40)) >> 33) % vocab
 
 
 def stream_of(sampling: SamplingParams, choice: int) -> int:
@@ -251,32 +247,38 @@ class TattletaleRunner:
 
     def _forward(self, plan: StepPlan) -> tuple[list[tuple[int, int]], list[tuple[int, list[TokenLogprobs]]]]:
         """(state, kv) at the end of every row, and what prompt log-probabilities are owed."""
-        page_size, pages, at = self.limits.page_size, self.pages, 0
+        at = 0
         ends: list[tuple[int, int]] = []
         scored: list[tuple[int, list[TokenLogprobs]]] = []
-        for row, seq in enumerate(plan.seqs):
-            start, count, slot, book = plan.starts[row], plan.counts[row], plan.slots[row], self.seqs[seq]
-            state, table, book.slot = (self.slots[slot] if start else 0), book.table, slot
-            kv = pages.read(table, start)
-            entries, scoring = list[TokenLogprobs](), book.start.sampling.prompt_logprobs >= 0
-            within = _fold(pages.content[table[start // page_size]][: start % page_size]) if start % page_size else 0
-            for position in range(start, start + count):
-                token = plan.tokens[at]
-                at += 1
-                state = next_state(state, book.last if token == SAMPLED else token, kv)
-                index, offset = divmod(position, page_size)
-                value = mix(state ^ position)
-                pages.write(table[index], offset, value)
-                before = within if offset else 0
-                within = before ^ value
-                kv = (kv + (2 * index + 1) * (within - before)) & _MASK
-                if scoring and position + 1 < book.start.prompt_len:
-                    entries.append(TokenLogprobs(-(mix(state ^ kv) % 1000) / 100))
-            self.slots[slot] = state
-            ends.append((state, kv))
-            if scoring and book.start.generated == 0 and entries:
+        for row, (seq, start, count, slot) in enumerate(
+            zip(plan.seqs, plan.starts, plan.counts, plan.slots, strict=True)
+        ):
+            book = self.seqs[seq]
+            book.slot = slot
+            entries = [] if book.start.sampling.prompt_logprobs >= 0 and book.start.generated == 0 else None
+            ends.append(self._row(book, start, plan.tokens[at : at + count], entries))
+            at += count
+            if entries:
                 scored.append((row, entries))
         return ends, scored
+
+    def _row(self, book: _Seq, start: int, tokens: list[int], entries: list[TokenLogprobs] | None) -> tuple[int, int]:
+        pages, page_size, table = self.pages, self.limits.page_size, book.table
+        state, kv = (self.slots[book.slot] if start else 0), pages.read(table, start)
+        offset = start % page_size
+        within = _fold(pages.content[table[start // page_size]][:offset]) if offset else 0
+        for position, token in enumerate(tokens, start):
+            state = next_state(state, book.last if token == SAMPLED else token, kv)
+            index, offset = divmod(position, page_size)
+            value = mix(state ^ position)
+            pages.write(table[index], offset, value)
+            before = within if offset else 0
+            within = before ^ value
+            kv = (kv + (2 * index + 1) * (within - before)) & _MASK
+            if entries is not None and position + 1 < book.start.prompt_len:
+                entries.append(TokenLogprobs(-(mix(state ^ kv) % 1000) / 100))
+        self.slots[book.slot] = state
+        return state, kv
 
     def _sample(
         self, plan: StepPlan, ends: list[tuple[int, int]], scored: list[tuple[int, list[TokenLogprobs]]]

@@ -10,8 +10,6 @@ from hybserve.scheduler.running import Running
 from hybserve.scheduler.step import Flight
 
 _PREFIX = "hybserve_"
-#: Upper bounds of a step's time, in milliseconds.
-_STEP_BOUNDS = (0.5, 1.0, 2.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 
 
 class Books:
@@ -24,28 +22,28 @@ class Books:
         self.queue_time = self._metrics.histogram(_PREFIX + "queue_seconds")
         self.ttft = self._metrics.histogram(_PREFIX + "ttft_seconds")
         self._itl = self._metrics.histogram(_PREFIX + "itl_seconds", TOKEN_BOUNDS)
-        self._step_ms = self._metrics.histogram(_PREFIX + "step_milliseconds", _STEP_BOUNDS)
+        self._step = self._metrics.histogram(_PREFIX + "step_seconds", TOKEN_BOUNDS)
         self._last_settle = 0.0
         self._parks = 0
 
     def refused(self, code: str) -> None:
-        self._metrics.count(labelled(_PREFIX + "refusals", code=code))
+        self._metrics.count(labelled(_PREFIX + "refusals_total", code=code))
 
     def ended(self, kind: str) -> None:
         self.ends[kind] += 1
-        self._metrics.count(labelled(_PREFIX + "terminal_events", kind=kind))
+        self._metrics.count(labelled(_PREFIX + "terminal_events_total", kind=kind))
 
     def step(self, flight: Flight, done: StepDone, now: float, tokens: int) -> None:
         """A step was settled and ``tokens`` of its samples counted.
 
         Every decoding sequence has a row in every step, so the time between its tokens is the time between steps.
         """
-        self._metrics.count(_PREFIX + "steps")
-        self._metrics.count(_PREFIX + "generation_tokens", tokens)
+        self._metrics.count(_PREFIX + "steps_total")
+        self._metrics.count(_PREFIX + "generation_tokens_total", tokens)
         if flight.chunks:
             computed = sum(chunk.end - chunk.start for chunk in flight.chunks)
-            self._metrics.count(_PREFIX + "prefill_tokens", computed)
-        self._step_ms.observe(done.forward_ms)
+            self._metrics.count(_PREFIX + "prefill_tokens_total", computed)
+        self._step.observe(done.forward_ms / 1e3)
         if flight.decoding and self._last_settle:
             gap = now - self._last_settle
             self._itl.counts[bisect_left(self._itl.bounds, gap)] += flight.decoding
@@ -53,12 +51,12 @@ class Books:
         self._last_settle = now
 
     def step_failed(self) -> None:
-        self._metrics.count(_PREFIX + "failed_steps")
+        self._metrics.count(_PREFIX + "failed_steps_total")
 
     def violation(self) -> None:
         """The books were wrong while nothing was alive; they balance from here."""
         self.accepted = sum(self.ends.values())
-        self._metrics.count(_PREFIX + "integrity_violations")
+        self._metrics.count(_PREFIX + "integrity_violations_total")
 
     def snapshot(self, running: Running, waiting: Waiting) -> MetricsSnapshot:
         gauge = self._metrics.gauge
@@ -68,6 +66,6 @@ class Books:
         gauge(_PREFIX + "sequences_running", len(running.sequences))
         gauge(_PREFIX + "sequences_parked", waiting.parked)
         gauge(_PREFIX + "requests_waiting", waiting.requests)
-        self._metrics.count(_PREFIX + "parks", running.parks - self._parks)
+        self._metrics.count(_PREFIX + "parks_total", running.parks - self._parks)
         self._parks = running.parks
         return self._metrics.snapshot()

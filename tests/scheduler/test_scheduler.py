@@ -451,7 +451,7 @@ def test_timing_is_in_milliseconds_and_adds_up() -> None:
     assert rig.finished[2].cache.reason == "cold"
 
 
-def test_peer31_peer32_the_floor_carries_max_running_sequences() -> None:
+def test_peer30_peer31_peer32_peer40_the_floor_carries_max_running_sequences() -> None:
     """Slots: one each and padding. Pages: one longest sequence, one step and padding. All finish."""
     rig = Rig(max_running=4, state_slots=5, max_seq_len=24, kv_pages=6 + 3 + 1, step_tokens=12, prefill_chunk=8)
     most = 0
@@ -527,9 +527,9 @@ def test_metrics_say_what_happened() -> None:
     assert snapshot.gauges['hybserve_slots{state="active"}'] == 2
     rig.drain()
     snapshot = rig.scheduler.snapshot()
-    assert snapshot.counters['hybserve_terminal_events{kind="finished"}'] == 2
-    assert snapshot.counters['hybserve_terminal_events{kind="cancelled"}'] == 1
-    assert snapshot.counters["hybserve_generation_tokens"] == 48
-    assert snapshot.counters["hybserve_parks"] == rig.scheduler.running.parks > 0
+    assert snapshot.counters['hybserve_terminal_events_total{kind="finished"}'] == 2
+    assert snapshot.counters['hybserve_terminal_events_total{kind="cancelled"}'] == 1
+    assert snapshot.counters["hybserve_generation_tokens_total"] == 48
+    assert snapshot.counters["hybserve_parks_total"] == rig.scheduler.running.parks > 0
     assert snapshot.histograms["hybserve_ttft_seconds"][1][-1] == 2
     assert snapshot.gauges['hybserve_pages{state="active"}'] == 0
