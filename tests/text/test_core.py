@@ -532,6 +532,10 @@ def settled(data: bytes) -> str:
     return codecs.getincrementaldecoder("utf-8")("replace").decode(data)
 
 
+def seldom(one_in: int) -> st.SearchStrategy[bool]:
+    return st.sampled_from([False] * (one_in - 1) + [True])
+
+
 class TextMachine(RuleBasedStateMachine):
     """The core between clients that come, cancel and vanish, a worker, and a scheduler that runs one step ahead."""
 
@@ -548,8 +552,9 @@ class TextMachine(RuleBasedStateMachine):
         self.late_stops: list[StopAt] = []
         self.engine_alive = True
         table = {self.detokenizer.token_bytes(i): i for i in range(len(self.tokenizer.vocab))}
-        self.alphabet = [table[bytes([byte])] for byte in "ab🙂é\ufffd".encode() + b"\xff\x80"]
-        self.alphabet += [self.tokenizer.vocab["<think>"], self.tokenizer.vocab["<|im_start|>"]]
+        chunks = [b"a", b"b", b"ab", "🙂".encode(), "🙂".encode()[:2], b"\x9f", b"\xff", "é\ufffd".encode()]
+        self.chunks = [[table[bytes([byte])] for byte in chunk] for chunk in chunks]
+        self.chunks += [[self.tokenizer.vocab["<think>"]], [self.tokenizer.vocab["<|im_start|>"]]]
         self.eos = self.tokenizer.vocab["<|im_end|>"]
 
     @rule(data=st.data(), api=st.integers(0, 1))
@@ -561,8 +566,8 @@ class TextMachine(RuleBasedStateMachine):
         stops = data.draw(st.lists(st.sampled_from(["a", "ab", "🙂", "b🙂a", "\ufffd", "é"]), max_size=2))
         mark = data.draw(st.sampled_from([STOP, LENGTH]))
         end = [self.eos] if mark == STOP else []
-        body = st.lists(st.sampled_from(self.alphabet), min_size=1, max_size=8)
-        tokens = [data.draw(body) + end for _ in range(n)]
+        body = st.lists(st.sampled_from(self.chunks), min_size=1, max_size=5)
+        tokens = [[token for chunk in data.draw(body) for token in chunk] + end for _ in range(n)]
         prompt = data.draw(st.sampled_from(["hi", chat_prompt("hi"), [5, 6]]))
         include = data.draw(st.booleans())
         message = submit(uid, prompt, n=n, stop=tuple(stops), include_stop=include, return_token_ids=True)
@@ -610,33 +615,36 @@ class TextMachine(RuleBasedStateMachine):
         self.late_stops.clear()
 
     @precondition(lambda self: self.scripts)
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), now=seldom(4))
+    def cancel(self, data: st.DataObject, now: bool) -> None:
+        if not now:
+            return
         uid = data.draw(st.sampled_from(sorted(self.scripts)))
         script = self.scripts[uid]
         if script.api in self.core.apis and not script.cancelled and not self.terminal(script):
             script.cancelled = True
             self.core.from_api(script.api, [Cancel(uid)])
+            assert (Cancel(uid) in self.core.to_engine) == script.running
 
-    @rule(uid=st.integers(1, 30), chance=st.integers(0, 9))
-    def fail(self, uid: int, chance: int) -> None:
+    @rule(uid=st.integers(1, 30), now=seldom(10))
+    def fail(self, uid: int, now: bool) -> None:
         script = self.scripts.get(uid)
-        if chance == 0 and script is not None and script.running and not script.finished and self.engine_alive:
+        if now and script is not None and script.running and not script.finished and self.engine_alive:
             script.finished = True
             self.core.from_engine([Failed(uid, engine_error("bad row").body)])
 
-    @rule(chance=st.integers(0, 19), api=st.integers(0, 1))
-    def lose_api(self, chance: int, api: int) -> None:
-        if chance == 0 and api in self.core.apis:
+    @rule(api=st.integers(0, 1), now=seldom(20))
+    def lose_api(self, api: int, now: bool) -> None:
+        if now and api in self.core.apis:
             self.hear()
             self.core.api_lost(api)
             for script in self.scripts.values():
                 if script.api == api and not self.terminal(script):
                     script.cancelled = True
 
-    @rule(chance=st.integers(0, 29))
-    def lose_engine(self, chance: int) -> None:
-        if chance == 0 and self.engine_alive:
+    @rule(now=seldom(40))
+    def lose_engine(self, now: bool) -> None:
+        if now and self.engine_alive:
             self.engine_alive = False
             self.core.engine_lost("gone")
 
@@ -654,7 +662,8 @@ class TextMachine(RuleBasedStateMachine):
                 case Cancel(uid=uid):
                     assert self.scripts[uid].cancelled or self.scripts[uid].api not in self.core.apis
                     self.scripts[uid].finished = True
-                case StopAt(uid=uid, choice=choice):
+                case StopAt(uid=uid, choice=choice, index=index):
+                    assert expected(self.detokenizer, self.scripts[uid], choice, self.eos)[1:] == ("stop", index)
                     assert all((stop.uid, stop.choice) != (uid, choice) for stop in self.late_stops)
                     assert choice not in self.scripts[uid].stopped
                     self.late_stops.append(message)
@@ -739,7 +748,7 @@ def test_F33_F32_state_machine_one_terminal_event_right_usage_no_text_after_the_
     run_state_machine_as_test(
         TextMachine,
         settings=settings(
-            max_examples=60,
+            max_examples=100,
             stateful_step_count=40,
             deadline=None,
             phases=[Phase.explicit, Phase.reuse, Phase.generate],
