@@ -14,8 +14,8 @@ from hybserve.core.errors import (
     unavailable,
 )
 from hybserve.core.messages import Generate
+from hybserve.plan.floors import pages_of
 from hybserve.plan.result import EngineLimits
-from hybserve.scheduler.chunking import pages_for
 from hybserve.scheduler.queues import Waiting
 from hybserve.scheduler.request import Sequence
 
@@ -53,7 +53,7 @@ class Door:
                 f"(engine.max_running). Ask for fewer choices.",
                 "n",
             )
-        need, have = pages_for(prompt + wanted - 1, limits.page_size), limits.kv_pages - 1
+        need, have = pages_of(prompt + wanted - 1, limits.page_size), limits.kv_pages - 1
         if need > have:
             return exceeds_capacity(
                 f"The prompt of {prompt} tokens and max_tokens {wanted} can need {need} KV pages of "
@@ -82,5 +82,5 @@ def pages_at_admission(lead: Sequence, chunk: int, page_size: int) -> int:
     A resumed sequence takes all that it had: it would otherwise be parked again before it is where it was.
     """
     resumed = lead.fill > len(lead.request.prompt)
-    first = pages_for(lead.fill if resumed else chunk, page_size)
-    return min(first + 1, pages_for(lead.request.longest, page_size))
+    first = pages_of(lead.fill if resumed else chunk, page_size)
+    return min(first + 1, pages_of(lead.request.longest, page_size))

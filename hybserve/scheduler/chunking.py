@@ -1,8 +1,4 @@
-"""Where a prefill chunk ends, and how many pages tokens need. Pure arithmetic on token counts."""
-
-
-def pages_for(tokens: int, page_size: int) -> int:
-    return -(-tokens // page_size)
+"""Where a prefill chunk ends. Pure arithmetic on token counts."""
 
 
 def chunk_end(start: int, fill: int, page_size: int, most: int) -> int:

@@ -15,9 +15,9 @@ Every id is freed with ``step``, the last plan made, as its fence: no later plan
 import heapq
 
 from hybserve.cache.pool import Pool
+from hybserve.plan.floors import pages_of
 from hybserve.plan.result import EngineLimits
 from hybserve.scheduler import queues
-from hybserve.scheduler.chunking import pages_for
 from hybserve.scheduler.queues import Waiting
 from hybserve.scheduler.request import Sequence, State
 
@@ -146,4 +146,4 @@ class Running:
 
     def pages_needed(self, sequence: Sequence, end: int) -> int:
         """Pages still missing to hold the tokens before ``end``."""
-        return pages_for(end - sequence.capacity, self.limits.page_size)
+        return pages_of(end - sequence.capacity, self.limits.page_size)

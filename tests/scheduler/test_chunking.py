@@ -1,6 +1,6 @@
 import pytest
 
-from hybserve.scheduler.chunking import chunk_end, pages_for
+from hybserve.scheduler.chunking import chunk_end
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,3 @@ def test_chunks_of_any_budget_cover_every_prompt_once() -> None:
                     assert position < end <= min(fill, position + most)
                     assert end == fill or end % page == 0
                     position = end
-
-
-def test_pages_for() -> None:
-    assert [pages_for(tokens, 4) for tokens in (0, 1, 4, 5, 8, 9)] == [0, 1, 1, 2, 2, 3]

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from hybserve.cache.pool import Pool
 from hybserve.core.messages import Cancel, Drain, StepFailed, StepPlan, StopAt
+from hybserve.plan.floors import count_floors
 from hybserve.plan.result import EngineLimits
 from hybserve.scheduler import running as running_module
 from hybserve.scheduler import scheduler as scheduler_module
@@ -48,11 +49,10 @@ prompts = st.one_of(
 
 
 def floor(max_running: int, **changes: Any) -> EngineLimits:
-    """The planner's floor: one longest sequence, one step and padding; one slot each and padding."""
-    step_tokens = changes.setdefault("step_tokens", 12)
-    pages = -(-LONGEST // PAGE) + -(-step_tokens // PAGE) + 1
-    values = {"max_running": max_running, "state_slots": max_running + 1, "kv_pages": pages, "max_seq_len": LONGEST}
-    return limits(page_size=PAGE, prefill_chunk=8, **(values | changes))
+    """The pools that the planner grants at least."""
+    floors = count_floors(max_running, LONGEST, changes["step_tokens"], PAGE, prefix=False)
+    values = {"max_running": max_running, "state_slots": floors.state_slots, "kv_pages": floors.kv_pages}
+    return limits(page_size=PAGE, prefill_chunk=8, max_seq_len=LONGEST, **(values | changes))
 
 
 class SchedulerMachine(RuleBasedStateMachine):
