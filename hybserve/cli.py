@@ -46,12 +46,11 @@ def plan(file: str | None, sets: tuple[str, ...], as_json: bool) -> None:
     """Plan the memory of FILE without loading anything; exit code 3 and the smallest edits if it does not fit."""
     from hybserve.config.load import load_deployment
     from hybserve.launch.prepare import model_directory
-    from hybserve.plan.planner import find_facts, make_plan
+    from hybserve.plan.planner import plan_deployment
     from hybserve.plan.report import format_plan, plan_json
-    from hybserve.spec.from_hf import read_model_spec
 
     deployment = load_deployment(file, sets)
-    result = make_plan(read_model_spec(model_directory(deployment)), deployment, find_facts(deployment))
+    result = plan_deployment(deployment, path=model_directory(deployment))
     click.echo(plan_json(result) if as_json else format_plan(result))
     sys.exit(EXIT_OK if result.fits else EXIT_PLAN)
 

@@ -29,7 +29,7 @@ _READY = re.compile(r"ready at http://([^:/]+):([0-9]+)")
 def demo() -> int:
     """Exit code 0 when an answer was streamed and the server ended by itself."""
     server = subprocess.Popen(
-        [sys.executable, "-m", "hybserve", "serve", "--set", "server.port=0", "--set", "log.level=warning"],
+        [sys.executable, "-m", "hybserve", "serve", "--set", "server.port=0", "--set", "log.level=error"],
         stdout=subprocess.PIPE,
         text=True,
         env=child_environment(),

@@ -12,8 +12,8 @@ from hybserve.config.deployment import Deployment
 from hybserve.core.errors import HybserveError, ModelError
 from hybserve.core.types import ServingFacts
 from hybserve.launch.group import child_environment
-from hybserve.plan.planner import find_facts, make_plan
-from hybserve.plan.report import require_fit
+from hybserve.plan.planner import find_facts, plan_deployment
+from hybserve.plan.report import require_fit, require_memory
 from hybserve.plan.result import Plan
 from hybserve.spec.from_hf import read_bos_id, read_eos_ids, read_generation_defaults, read_model_spec
 from hybserve.spec.model_spec import ModelSpec
@@ -37,8 +37,9 @@ def prepare(deployment: Deployment, directory: Path) -> Prepared:
         raise ModelError(f"model.path: {directory} is not a model directory")
     spec = read_model_spec(directory)
     memory = find_facts(deployment)
-    plan = make_plan(spec, deployment, memory)
+    plan = plan_deployment(deployment, memory, directory)
     require_fit(plan)
+    require_memory(plan, memory)
     dtype = spec.dtype if deployment.model.dtype == "auto" else deployment.model.dtype
     return Prepared(deployment, spec, plan, _facts(deployment, directory, spec, plan), memory.backend, dtype)
 

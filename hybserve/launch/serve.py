@@ -107,12 +107,13 @@ def _run(prepared: Prepared, listener: socket.socket, group: RoleGroup, signals:
         while not group.ready and not signals.count():
             for message in group.poll(signals.wake):
                 progress.show(message)
-    if not signals.count():
-        ready = [role.ready for role in group.roles.values() if role.ready is not None]
-        _announce(prepared, url, ready, clock)
-        while not signals.count():
-            group.poll(signals.wake)
-        _drain(group, signals, prepared.deployment.server.drain_timeout)
+    if signals.count():  # nobody was served yet: leaving the group ends all of them
+        return EXIT_OK
+    ready = [role.ready for role in group.roles.values() if role.ready is not None]
+    _announce(prepared, url, ready, clock)
+    while not signals.count():
+        group.poll(signals.wake)
+    _drain(group, signals, prepared.deployment.server.drain_timeout)
     _stop(group)
     return EXIT_OK
 

@@ -1,11 +1,15 @@
 """Whole servers under signals and sudden death: what clients see, what the exit code is, what is left behind."""
 
+import contextlib
+import shutil
 import signal
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+
+from hybserve.models.embedded import ensure_embedded_model
 
 EVIL = str(Path(__file__).with_name("evil_serve.py"))
 #: A request that runs until something ends it.
@@ -107,6 +111,47 @@ def test_F70_a_role_killed_while_loading_ends_the_start(start_server, no_orphans
     engine.send_signal(signal.SIGKILL)
     assert server.wait() == 1
     assert server.url == ""
+    no_orphans(everyone)
+
+
+def test_F17_a_signal_while_loading_ends_the_start(start_server, no_orphans):
+    server = start_server()
+    while not server.process.children():
+        time.sleep(0.02)
+    server.signal(signal.SIGTERM)
+    everyone = descendants(server)
+    assert server.wait() in (0, -signal.SIGTERM)  # the latter before the handler stands
+    no_orphans(everyone)
+
+
+def truncated_tokenizer(directory):
+    (directory / "tokenizer.json").write_text("{}")
+
+
+def not_finite(directory):
+    path = directory / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-4:] = b"\x00\x00\xc0\x7f"  # an fp32 NaN
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("hurt", "named"), [(truncated_tokenizer, "tokenizer.json"), (not_finite, "model.safetensors")]
+)
+def test_F77_F84_a_model_that_a_role_refuses_is_exit_4(start_server, no_orphans, tmp_path, hurt, named):
+    directory = tmp_path / "model"
+    shutil.copytree(ensure_embedded_model(), directory)
+    hurt(directory)
+    server = start_server(f"model.path={directory}")
+    everyone = set()
+    while server.process.poll() is None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            everyone.update(descendants(server))
+        time.sleep(0.05)
+    assert server.wait() == 4
+    assert server.url == ""
+    assert any(line.startswith("hybserve: ") and named in line for line in server.noise), server.noise
+    assert len(everyone) >= 3
     no_orphans(everyone)
 
 
