@@ -232,11 +232,15 @@ def pairwise(factors: dict[str, tuple[object, ...]]) -> list[tuple[object, ...]]
     return chosen
 
 
+#: Shapes that also run on pages of 64 tokens.
+LARGE_PAGES = ("dense", "no_attention", "next_moe")
+
+
 def product(seeds: int) -> Iterator[Case]:
-    """Everything: the whole product at page 4, and page 64 with every schedule on every shape for the first seed."""
+    """Everything: the whole product at page 4, ``seeds`` schedules each, and for a sample of shapes also at page 64."""
     for shape, *rest in itertools.product(*FACTORS.values()):
-        for page in LENGTHS:
-            for seed in range(seeds if page == 4 else 1):
+        for page, count in ((4, seeds), (64, shape in LARGE_PAGES)):
+            for seed in range(count):
                 yield Case(shape, *rest, page, seed)  # type: ignore[arg-type]
 
 

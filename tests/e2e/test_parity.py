@@ -8,6 +8,7 @@ import torch
 
 from bench.parity import (
     FACTORS,
+    LARGE_PAGES,
     WHOLE,
     Case,
     Mismatch,
@@ -44,7 +45,7 @@ def test_every_pair_of_values_peer11_peer18_peer23(subject, shape):
         assert check_case(subject(shape), case).rows
 
 
-@pytest.mark.parametrize("shape", ["dense", "no_attention", "next_moe"])
+@pytest.mark.parametrize("shape", LARGE_PAGES)
 @pytest.mark.parametrize(
     ("chunk", "parked", "deterministic"),
     [(1, True, False), (3, False, True), (WHOLE, True, True), (WHOLE, False, False)],
