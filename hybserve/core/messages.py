@@ -107,6 +107,9 @@ class Generate(Message):
     priority: int
     arrival: float
     timeout: float
+    #: Prompt positions worth a checkpoint, in tokens: start of the last user turn, end of the last message before the
+    #: generation prompt.
+    anchors: list[int] = []
 
 
 class StopAt(Message):
@@ -166,6 +169,15 @@ class StepPlan(Message):
     fork_seqs: list[int]
     fork_pages: list[int]
     freed: list[int]
+    #: Rows in the gap, as parallel columns (row index, kv_write_from): positions before kv_write_from read the pages
+    #: that the tree owns and write nothing; only the state is computed again.
+    gap_rows: list[int] = []
+    gap_ends: list[int] = []
+    #: Checkpoints to export, as parallel columns: the state of row ``export_rows[k]`` at page boundary
+    #: ``export_positions[k]`` (start < position <= start + count) goes into slot ``export_slots[k]``.
+    export_rows: list[int] = []
+    export_positions: list[int] = []
+    export_slots: list[int] = []
 
 
 class Stop(Message):
@@ -187,6 +199,10 @@ class StepDone(Message):
     #: prompt): entry j is about the token at position start + j + 1.
     prompt_logprobs: list[tuple[int, list[TokenLogprobs]]]
     forward_ms: float
+    #: Acknowledgement by the kernel that wrote each exported slot, parallel to the plan's export columns: the position
+    #: whose state it holds, and whether all of it is finite.
+    export_positions: list[int] = []
+    export_finite: list[bool] = []
 
 
 class StepFailed(Message):
