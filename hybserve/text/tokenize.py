@@ -27,7 +27,7 @@ _MAX_FILE = 1 << 28  # bytes; the largest public tokenizer.json is about 35 MB
 _BYTES_PER_TOKEN = 32
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Tokenizer:
     """A validated tokenizer, immutable. ``names``: the named special tokens (``eos_token`` …) as text."""
 
