@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import socket
@@ -63,6 +64,8 @@ class ApiRole:
         try:
             while not self.server.started and not http.done():
                 await asyncio.sleep(0.005)
+            gc.collect()
+            gc.freeze()  # what is here stays; full collections must not walk it while streams wait
             self._control.send([Ready(ROLE)])
             await self._until_stopped()
         finally:
