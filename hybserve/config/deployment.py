@@ -55,7 +55,7 @@ class ModelSection(Section):
     path: str | None = Field(
         default=None,
         min_length=1,
-        description="Model directory in Hugging Face layout, relative to the working directory; the embedded model if unset.",
+        description="Model directory in Hugging Face layout, from the working directory; the embedded model if unset.",
     )
     served_name: Annotated[tuple[str, ...], BeforeValidator(_names)] = Field(
         default=(),
