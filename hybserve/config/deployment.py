@@ -43,6 +43,9 @@ def _names(value: object) -> object:
     return names
 
 
+_NAMES_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+
+
 def _dtype_schema(*names: str) -> WithJsonSchema:
     return WithJsonSchema({"enum": [*names, *(short for short, name in _DTYPE_NAMES.items() if name in names)]})
 
@@ -57,7 +60,7 @@ class ModelSection(Section):
         min_length=1,
         description="Model directory in Hugging Face layout, from the working directory; the embedded model if unset.",
     )
-    served_name: Annotated[tuple[str, ...], BeforeValidator(_names)] = Field(
+    served_name: Annotated[tuple[str, ...], BeforeValidator(_names), WithJsonSchema(_NAMES_SCHEMA)] = Field(
         default=(),
         description="Names clients may use in `model`, the first one canonical; the directory's name if empty.",
     )
