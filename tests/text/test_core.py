@@ -33,7 +33,7 @@ from hybserve.core.messages import (
 )
 from hybserve.core.sampling import SamplingParams
 from hybserve.core.types import CacheTruth, Ended, ServingFacts, Timing, TokenLogprobs
-from hybserve.text.core import INLINE_TEXT, TextCore
+from hybserve.text.core import INLINE_TEXT, INLINE_TURN, TextCore
 from hybserve.text.detokenize import Detokenizer
 from hybserve.text.jobs import Decode, Decoded, Encode, Encoded, Refused
 from hybserve.text.tokenize import Tokenizer
@@ -145,6 +145,15 @@ def test_conversations_and_long_texts_go_to_the_worker(core: TextCore) -> None:
     assert isinstance(generate, Generate)
     assert generate.prompt == [5, 6]
     assert only_error(core).param == "prompt"
+
+
+def test_F19_a_batch_of_short_texts_is_mostly_the_workers(core: TextCore) -> None:
+    text = "x " * 500
+    core.from_api(0, [submit(uid, text) for uid in range(100)])
+    on_the_spot = sum(len(text) for message in core.to_engine if isinstance(message, Generate))
+    on_the_spot += sum(len(text) for message in take(core) if isinstance(message, Failed))
+    assert 0 < on_the_spot <= INLINE_TURN
+    assert len(core.jobs) == 100 - on_the_spot // len(text)
 
 
 def test_F31_too_many_bytes_are_refused_before_any_encoding(core: TextCore) -> None:

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from hybserve.core.errors import engine_error, invalid_value
+from hybserve.core.errors import ErrorBody, engine_error, invalid_value
 from hybserve.core.messages import (
     Cancel,
     ChatPrompt,
@@ -29,9 +30,12 @@ from hybserve.core.messages import (
 )
 from hybserve.core.sampling import SamplingParams
 from hybserve.core.types import CacheTruth, Ended, ServingFacts, Timing
+from hybserve.text import core, detokenize
 from hybserve.text.core import TextCore
 from hybserve.text.detokenize import Detokenizer
 from hybserve.text.jobs import Encoded, Refused
+from hybserve.text.request import Choice, Request
+from hybserve.text.stop import StopMatcher
 from hybserve.text.tokenize import Tokenizer
 
 NO, STOP, LENGTH = int(Ended.NO), int(Ended.STOP), int(Ended.LENGTH)
@@ -295,17 +299,62 @@ class TextMachine(RuleBasedStateMachine):
             assert terminals[0].completion_tokens == total
 
 
-def test_F33_F32_state_machine_one_terminal_event_right_usage_no_text_after_the_stop(
-    make_facts: Callable[..., ServingFacts], tokenizers: dict[str, Tokenizer]
-) -> None:
-    TextMachine.facts, TextMachine.tokenizer = make_facts(), tokenizers["byte-level"]
+def run_machine(facts: ServingFacts, tokenizer: Tokenizer, examples: int, repeatable: bool = False) -> None:
+    TextMachine.facts, TextMachine.tokenizer = facts, tokenizer
     run_state_machine_as_test(
         TextMachine,
         settings=settings(
-            max_examples=100,
+            max_examples=examples,
             stateful_step_count=40,
             deadline=None,
             phases=[Phase.explicit, Phase.reuse, Phase.generate],
+            report_multiple_bugs=False,
+            database=None,
+            derandomize=repeatable,
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+def test_F33_F32_state_machine_one_terminal_event_right_usage_no_text_after_the_stop(
+    make_facts: Callable[..., ServingFacts], tokenizers: dict[str, Tokenizer]
+) -> None:
+    run_machine(make_facts(), tokenizers["byte-level"], 80)
+
+
+def never_closed(self: Choice, ended: int, original: Callable[..., Any] = Choice._finish) -> Any:
+    reason = original(self, ended)
+    self.open = True
+    return reason
+
+
+def never_forgotten(self: TextCore, uid: int, error: ErrorBody) -> None:
+    if uid in self._requests:
+        self._send(self._requests[uid].api, Failed(uid, error))
+
+
+def never_forwarded(self: TextCore, uid: int) -> None:
+    self._requests.pop(uid, None)
+
+
+MUTANTS: dict[str, tuple[Any, str, Any]] = {
+    "held-back text is lost at the end": (StopMatcher, "flush", lambda self: ""),
+    "an unfinished character is lost at the end": (detokenize._ByteStream, "flush", lambda self: ""),
+    "tokens after the end still count": (Choice, "_finish", never_closed),
+    "StopAt is one token short": (core, "StopAt", lambda uid, choice, index: StopAt(uid, choice, index - 1)),
+    "usage counts one too many": (Request, "completion_tokens", 99),
+    "a failed request goes on": (TextCore, "_fail", never_forgotten),
+    "the scheduler does not hear of a cancel": (TextCore, "_cancel", never_forwarded),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_of_the_core_are_caught(
+    name: str,
+    make_facts: Callable[..., ServingFacts],
+    tokenizers: dict[str, Tokenizer],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(*MUTANTS[name])
+    with pytest.raises(AssertionError):
+        run_machine(make_facts(), tokenizers["byte-level"], 300, repeatable=True)
