@@ -44,13 +44,25 @@ class Running:
     def free_indices(self) -> list[int]:
         return self._indices
 
-    def has_room(self, group: int, pages: int) -> bool:
-        """Whether ``group`` sequences and ``pages`` pages can be let in, touching nothing."""
-        return (
-            len(self.sequences) + group <= self.limits.max_running
-            and self.slots.available >= group
-            and self.pages.available >= pages
-        )
+    def has_room(self, lead: Sequence, pages: int) -> bool:
+        """Whether the group of ``lead`` can be let in with ``pages`` pages, touching nothing.
+
+        What was parked must also find, beside others, the pages that they still need to prefill and one for each of
+        them to grow: let back in with less, it would soon be parked again and its recomputed tokens lost.
+        """
+        if len(self.sequences) + len(lead.group) > self.limits.max_running or self.slots.available < len(lead.group):
+            return False
+        if lead.state is State.PARKED and self.sequences:
+            pages = max(pages, pages_of(lead.fill, self.limits.page_size)) + self._owed()
+        return self.pages.available >= pages
+
+    def _owed(self) -> int:
+        """Pages that running sequences will ask for soon."""
+        page_size, owed = self.limits.page_size, len(self.sequences)
+        for sequence in self.sequences:
+            if sequence.state is State.PREFILL and sequence.fill > sequence.capacity:
+                owed += pages_of(sequence.fill - sequence.capacity, page_size)
+        return owed
 
     def admit(self, lead: Sequence, pages: int) -> None:
         """Let a group in: a slot for each, ``pages`` pages for the lead, which prefills for all."""

@@ -16,9 +16,13 @@ from hybserve.core.messages import (
     Drain,
     Failed,
     Finished,
+    Flush,
+    Flushed,
     FromScheduler,
     Generate,
     MetricsSnapshot,
+    Probe,
+    Probed,
     StepDone,
     StepFailed,
     StopAt,
@@ -99,6 +103,10 @@ class Scheduler:
                 self._stop_at(message)
             case Drain():
                 self._door.draining = True
+            case Probe():  # every request runs cold: there is nothing that could match or be forgotten
+                self._outbox.append(Probed(message.uid, CacheTruth()))
+            case Flush():
+                self._outbox.append(Flushed(message.uid, 0, 0))
             case _:
                 assert_never(message)
 

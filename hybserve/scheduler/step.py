@@ -228,7 +228,7 @@ class StepMaker:
             lead.fill = lead.length
             end = chunk_end(0, lead.fill, limits.page_size, min(limits.prefill_chunk, spare))
             pages = pages_at_admission(lead, end, limits.page_size)
-            if end == 0 or not running.has_room(len(lead.group), pages):
+            if end == 0 or not running.has_room(lead, pages):
                 return
             waiting.remove(lead)
             running.admit(lead, pages)
