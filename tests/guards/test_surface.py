@@ -19,6 +19,8 @@ OPTIONS = {
 ROUTES = {
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions/render"),
+    ("POST", "/v1/completions/render"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{name:path}"),
     ("POST", "/tokenize"),
@@ -27,6 +29,7 @@ ROUTES = {
     ("GET", "/health/ready"),
     ("GET", "/metrics"),
     ("GET", "/version"),
+    ("POST", "/flush_cache"),
 }
 PACKAGES = {
     "api", "cache", "config", "core", "launch", "layers", "models", "observe", "parallel", "plan", "runner",
