@@ -6,7 +6,7 @@ import hybserve
 from hybserve.api.routes import Routes
 from hybserve.cli import cli
 
-COMMANDS = {"serve", "plan", "config show", "config schema", "config explain", "demo", "version"}
+COMMANDS = {"serve", "plan", "config show", "config schema", "config explain", "demo", "explain-miss", "version"}
 OPTIONS = {
     "serve": {"file", "sets"},
     "plan": {"file", "sets", "as_json"},
@@ -14,6 +14,7 @@ OPTIONS = {
     "config schema": set(),
     "config explain": {"key"},
     "demo": set(),
+    "explain-miss": {"a", "b", "url", "api_key_env"},
     "version": set(),
 }
 ROUTES = {
@@ -65,4 +66,5 @@ def test_routes():
 def test_top_level_of_the_house(root):
     found = {path.name for path in (root / "hybserve").iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert found == PACKAGES
-    assert {path.name for path in (root / "hybserve").glob("*.py")} == {"__init__.py", "__main__.py", "cli.py"}
+    modules = {path.name for path in (root / "hybserve").glob("*.py")}
+    assert modules == {"__init__.py", "__main__.py", "cli.py", "explain.py"}
