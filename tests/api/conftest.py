@@ -97,6 +97,8 @@ class FakeText:
                 self.channel.send([Tokenized(message.uid, [ord(c) % 1000 for c in text], strs)])
             case Detokenize():
                 self.channel.send([Detokenized(message.uid, "".join(map(chr, message.ids)))])
+            case Render() | Flush() if self.hold_accept:
+                pass
             case Render() if self.refusal is not None:
                 self.channel.send([Failed(message.uid, self.refusal)])
             case Render():

@@ -111,6 +111,18 @@ def test_F40_tenants_and_salts_of_renders(serve):
     assert live.post(RENDER, CHAT)[0] == 401
 
 
+@pytest.mark.parametrize("path", [RENDER, "/flush_cache"])
+def test_F11_a_client_that_hangs_up_is_cancelled(serve, path):
+    live = serve(loopback=True)
+    live.text.hold_accept = True
+    body = json.dumps(CHAT).encode()
+    with live.connect() as sock:
+        sock.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        live.wait(lambda: bool(live.text.received))
+    live.wait(lambda: len(live.text.cancelled) == 1)
+    live.wait(lambda: live.role.bridge.in_flight == 0)
+
+
 # /flush_cache
 
 
@@ -125,6 +137,13 @@ def test_flush_on_an_open_loopback_server(serve):
 def test_F08_flush_on_an_open_server_that_others_can_reach(live):
     status, _, answer = live.post("/flush_cache", None)
     assert (status, answer["error"]["type"]) == (403, "permission_error")
+    assert not live.text.received
+
+
+def test_F08_an_open_server_behind_a_proxy_is_not_flushed(serve):
+    live = serve(loopback=True)
+    for forwarded in ({"X-Forwarded-For": "1.2.3.4"}, {"Forwarded": "for=1.2.3.4"}):
+        assert live.post("/flush_cache", None, forwarded)[0] == 403
     assert not live.text.received
 
 

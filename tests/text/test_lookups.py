@@ -5,11 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from hybserve.core.errors import invalid_value
+from hybserve.core.errors import engine_error, invalid_value
 from hybserve.core.messages import (
     Cancel,
     ChatPrompt,
+    Detokenize,
     Drain,
     Failed,
     Flush,
@@ -21,6 +24,7 @@ from hybserve.core.messages import (
     Rendered,
     Submit,
     TextPrompt,
+    Tokenize,
     TokenPrompt,
 )
 from hybserve.core.sampling import SamplingParams
@@ -170,3 +174,77 @@ def test_anchors_reach_the_scheduler(core: TextCore) -> None:
     assert isinstance(plain, Generate)
     assert isinstance(chat, Generate)
     assert (plain.anchors, chat.anchors) == ([], [2, 3])
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_F32_every_question_gets_one_answer_in_any_order(
+    make_facts: Callable[..., ServingFacts], tokenizers: dict[str, Tokenizer], data: st.DataObject
+) -> None:
+    core = TextCore(make_facts(), tokenizers["byte-level"], False, lambda: 1)
+    core.apis = {0, 1}
+    asked: dict[int, int] = {}  # uid -> api
+    silent: set[int] = set()
+    answers: list[int] = []
+    jobs: list[Any] = []
+    engine: list[Any] = []
+    alive = True
+
+    def hear() -> None:
+        withdrawn = set(core.withdrawn)
+        core.withdrawn.clear()
+        jobs[:] = [job for job in [*jobs, *core.jobs] if job.job not in withdrawn or data.draw(st.booleans())]
+        core.jobs.clear()
+        engine.extend(message for message in sent(core) if alive)
+        for api in (0, 1):
+            for message in take(core, api):
+                assert asked[message.uid] == api
+                assert message.uid not in silent
+                answers.append(message.uid)
+
+    def work() -> None:
+        if jobs:
+            job = jobs.pop(data.draw(st.integers(0, len(jobs) - 1)))
+            done: Any = Decoded(job.job, "x") if isinstance(job, Decode) else Encoded(job.job, [5, 6], text="x")
+            core.from_worker(data.draw(st.sampled_from([done, Refused(job.job, engine_error("no").body)])))
+
+    def reply() -> None:
+        if engine and alive:
+            message = engine.pop(data.draw(st.integers(0, len(engine) - 1)))
+            answer = Flushed(message.uid, 1, 1) if isinstance(message, Flush) else Probed(message.uid, TRUTH)
+            core.from_engine([answer])
+
+    for uid in range(1, data.draw(st.integers(2, 25))):
+        questions = (
+            Render(uid, TextPrompt("hi")), Render(uid, CHAT), Render(uid, TokenPrompt([5])),
+            Render(uid, TextPrompt("")), Flush(uid), Tokenize(uid, CHAT), Tokenize(uid, TextPrompt("x")),
+            Detokenize(uid, [5] * (INLINE_IDS + 1)),
+        )  # fmt: skip
+        action = data.draw(st.sampled_from(["ask", "ask", "ask", "work", "reply", "cancel", "lose api", "lose engine"]))
+        match action:
+            case "ask":
+                api = data.draw(st.sampled_from(sorted(core.apis)))
+                asked[uid] = api
+                core.from_api(api, [data.draw(st.sampled_from(questions))])
+            case "work":
+                work()
+            case "reply":
+                reply()
+            case "cancel" if asked:
+                target = data.draw(st.sampled_from(sorted(asked)))
+                if target not in answers and asked[target] in core.apis:
+                    silent.add(target)
+                    core.from_api(asked[target], [Cancel(target)])
+            case "lose api" if 1 in core.apis:
+                silent |= {uid for uid, api in asked.items() if api == 1 and uid not in answers}
+                core.api_lost(1)
+            case "lose engine" if alive and data.draw(st.booleans()):
+                alive = False
+                core.engine_lost("gone")
+        hear()
+    while jobs or (engine and alive):
+        work()
+        reply()
+        hear()
+    assert core.idle
+    assert sorted(answers) == sorted(set(asked) - silent)
