@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 F ?=
+# More than a few only helps where there are as many cores: every worker may run servers of its own.
+WORKERS ?= 2
 
 .PHONY: demo test test-gpu check bench plan wheel clean
 
@@ -15,7 +17,7 @@ demo: $(VENV)/.installed  ## serve the embedded model, stream one answer, stop
 	$(BIN)/python -m hybserve demo
 
 test: $(VENV)/.installed  ## everything that needs no GPU
-	$(BIN)/python -m pytest -q -n auto -m "not gpu and not multi_gpu and not full" tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not gpu and not multi_gpu and not full" tests
 
 test-gpu: $(VENV)/.installed
 	$(BIN)/python -m pytest -q -m "gpu" tests

@@ -1,93 +1,107 @@
-"""Recompute from scratch what the tree believes, and name every disagreement. Read-only; O(everything cached).
+"""Does every id of a pool have exactly one place? Checked as sets, from scratch, never from counters.
 
-Pools balance as *sets*: free ⊎ tree ⊎ given owners = all ids, each id once. The caller passes the owners it knows
-(live sequences, pending exports); their names appear in the findings.
+A sum can balance while an id is lost and another owned twice; sets cannot. On a violation the error names the ids and
+who claims them, which is what one needs to find the guilty line.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 
 from hybserve.cache.node import Node, chain
 from hybserve.cache.pool import Pool
 from hybserve.cache.tree import PrefixTree
 
 
-def check_pool(pool: Pool, owners: Mapping[str, Iterable[int]]) -> list[str]:
-    """Findings for one pool: ids in two owners, free and owned at once, or owned by nobody."""
-    findings = []
-    owner_of: dict[int, str] = {}
-    for owner, ids in owners.items():
-        for index in ids:
-            if index in owner_of:
-                findings.append(f"{pool.name} {index} is owned by {owner_of[index]} and by {owner}")
-            owner_of[index] = owner
+class IntegrityError(AssertionError):
+    """The books are wrong: ids lost, or owned twice, or a promise about them broken."""
+
+
+def check_pool(pool: Pool, owners: Iterable[tuple[str, Iterable[int]]]) -> None:
+    """free ⊎ owned = all allocatable ids of ``pool``. ``owners`` yields (name, ids). Raises IntegrityError."""
     free = pool.free_ids()
-    findings += [
-        f"{pool.name} {index} is free and owned by {owner_of[index]}" for index in sorted(free & set(owner_of))
-    ]
-    lost = set(range(1, pool.size)) - free - set(owner_of)
-    findings += [f"{pool.name} {index} is neither free nor owned" for index in sorted(lost)]
-    findings += [f"{pool.name} 0 is padding and owned by {owner_of[0]}"] if 0 in owner_of else []
-    return findings
+    owner_of: dict[int, str] = dict.fromkeys(free, "the free list")
+    faults = []
+    if len(free) != pool.available:
+        faults.append("the free list holds an id twice")
+    for name, ids in owners:
+        for index in ids:
+            if not 0 < index < pool.size:
+                faults.append(f"{index} is not allocatable but owned by {name}")
+            elif index in owner_of:
+                faults.append(f"{index} belongs to {owner_of[index]} and to {name}")
+            owner_of[index] = name
+    lost = set(range(1, pool.size)) - owner_of.keys()
+    if lost:
+        faults.append(f"{sorted(lost)} belong to nobody")
+    if pool.held_ids() & free:
+        faults.append(f"{sorted(pool.held_ids() & free)} are free and marked as held")
+    if faults:
+        raise IntegrityError(f"{pool.name}: " + "; ".join(faults))
 
 
-def tree_owners(tree: PrefixTree) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-    """Page ids and slot ids by owning node, for ``check_pool``."""
-    pages, slots = {}, {}
-    for number, node in enumerate(tree.all_nodes()):
-        name = f"node {number} [{node.start}, {node.end})"
-        pages[name] = node.pages
+def page_owners(tree: PrefixTree) -> Iterator[tuple[str, list[int]]]:
+    """The tree's pages by node, for ``check_pool``."""
+    for node in tree.all_nodes():
+        yield _name(node), node.pages
+
+
+def slot_owners(tree: PrefixTree) -> Iterator[tuple[str, list[int]]]:
+    """The tree's checkpoint slots by node, for ``check_pool``."""
+    for node in tree.all_nodes():
         if node.checkpoint is not None:
-            slots[name] = [node.checkpoint.slot]
-    return pages, slots
+            yield _name(node), [node.checkpoint.slot]
 
 
-def check_tree(tree: PrefixTree) -> list[str]:
-    """Findings for the tree itself: shape, hash chain, checkpoints, lease counts, counters."""
-    findings = []
+def check_tree(tree: PrefixTree) -> None:
+    """Shape, hash chain, checkpoints, lease counts and counters of the tree, recomputed. Raises IntegrityError."""
     held: dict[Node, int] = {}
     for lease in tree.leases:
         current: Node | None = lease.node
         while current is not None:
             held[current] = held.get(current, 0) + 1
             current = current.parent
-    nodes = list(tree.all_nodes())
-    for node in [*nodes, *tree.all_roots()]:
-        if node.leases != held.get(node, 0):
-            findings.append(f"node [{node.start}, {node.end}) counts {node.leases} leases, {held.get(node, 0)} hold it")
-    alive = set(nodes) | set(tree.all_roots())
-    findings += [f"a lease holds a dead node [{n.start}, {n.end})" for n in held if n not in alive]
+    nodes, roots = list(tree.all_nodes()), tree.all_roots()
+    faults = [
+        f"{_name(node)} counts {node.leases} leases, {held.get(node, 0)} hold it"
+        for node in [*nodes, *roots]
+        if node.leases != held.get(node, 0)
+    ]
+    alive = {*nodes, *roots}
+    faults += [f"a lease holds a dead {_name(node)}" for node in held if node not in alive]
     for node in nodes:
-        findings += _check_node(tree, node)
+        faults += _node_faults(tree, node)
     for what, counted, real in (
         ("nodes", tree.nodes, len(nodes)),
         ("cached pages", tree.cached_pages, sum(len(node.pages) for node in nodes)),
+        ("leased pages", tree.leased_pages, sum(len(node.pages) for node in nodes if node.leases)),
         ("checkpoints", tree.checkpoints, sum(node.checkpoint is not None for node in nodes)),
+        ("pinned checkpoints", tree.pinned, sum(n.checkpoint is not None and n.checkpoint.pins > 0 for n in nodes)),
     ):
         if counted != real:
-            findings.append(f"the tree counts {counted} {what}, there are {real}")
-    return findings
+            faults.append(f"the tree counts {counted} {what}, there are {real}")
+    if faults:
+        raise IntegrityError("prefix tree: " + "; ".join(faults))
 
 
-def _check_node(tree: PrefixTree, node: Node) -> list[str]:
-    where = f"node [{node.start}, {node.end})"
-    parent, page = node.parent, tree.page_size
+def _node_faults(tree: PrefixTree, node: Node) -> Iterator[str]:
+    name, parent, page, checkpoint = _name(node), node.parent, tree.page_size, node.checkpoint
     if parent is None:
-        return [f"{where} has no parent"]
-    findings = []
+        yield f"{name} has no parent"
+        return
     if not node.tokens or len(node.tokens) % page or len(node.pages) * page != len(node.tokens):
-        findings.append(f"{where} owns {len(node.pages)} pages for {len(node.tokens)} tokens")
+        yield f"{name} owns {len(node.pages)} pages for {len(node.tokens)} tokens"
     if node.start != parent.end:
-        findings.append(f"{where} does not start at its parent's end {parent.end}")
+        yield f"{name} does not start at its parent's end {parent.end}"
     if parent.children.get(node.tokens[:page]) is not node:
-        findings.append(f"{where} is not its parent's child")
+        yield f"{name} is not its parent's child"
     if node.end_hash != chain(parent.end_hash, node.tokens, page):
-        findings.append(f"{where} breaks the hash chain")
+        yield f"{name} breaks the hash chain"
     if node.leases > parent.leases:
-        findings.append(f"{where} is leased more than its parent")
-    checkpoint = node.checkpoint
-    if checkpoint is not None:
-        if checkpoint.position != node.end or checkpoint.prefix_hash != node.end_hash:
-            findings.append(f"{where} has the checkpoint of position {checkpoint.position}")
-        if checkpoint.pins < 0:
-            findings.append(f"{where} has {checkpoint.pins} pins")
-    return findings
+        yield f"{name} is leased more than its parent"
+    if checkpoint is not None and (checkpoint.position, checkpoint.prefix_hash) != (node.end, node.end_hash):
+        yield f"{name} has the checkpoint of position {checkpoint.position}"
+    if checkpoint is not None and checkpoint.pins < 0:
+        yield f"{name} has {checkpoint.pins} pins"
+
+
+def _name(node: Node) -> str:
+    return f"node [{node.start}, {node.end})"

@@ -77,6 +77,8 @@ class PrefixTree:
         self._nodes = 0
         self._checkpoints = 0
         self._cached_pages = 0
+        self._leased_pages = 0
+        self._pinned = 0
         self._ghosts: OrderedDict[tuple[bytes, tuple[int, ...]], None] = OrderedDict()
 
     # looking
@@ -187,6 +189,7 @@ class PrefixTree:
         assert checkpoint is not None, "pin needs a checkpoint"
         assert checkpoint.position == node.end, "a checkpoint stands at the end of its node"
         assert checkpoint.prefix_hash == node.end_hash, "a checkpoint summarises its node's prefix"
+        self._pinned += not checkpoint.pins
         checkpoint.pins += 1
         return checkpoint
 
@@ -196,6 +199,7 @@ class PrefixTree:
         assert checkpoint.pins > 0, "unpin without pin"
         checkpoint.pins -= 1
         if checkpoint.pins == 0:
+            self._pinned -= 1
             self._push_state(node)
             self._settle_released(node, fence)
 
@@ -333,6 +337,25 @@ class PrefixTree:
         return self._cached_pages
 
     @property
+    def leased_pages(self) -> int:
+        return self._leased_pages
+
+    @property
+    def pinned(self) -> int:
+        """Checkpoints that a copy reads."""
+        return self._pinned
+
+    @property
+    def evictable_pages(self) -> int:
+        """Pages that eviction could free (all but those under lease)."""
+        return self._cached_pages - self._leased_pages
+
+    @property
+    def evictable_states(self) -> int:
+        """Slots that eviction could free."""
+        return self._checkpoints - self._pinned
+
+    @property
     def checkpoints(self) -> int:
         return self._checkpoints
 
@@ -368,6 +391,8 @@ class PrefixTree:
         current: Node | None = node
         while current is not None and current is not stop:
             current.leases += step
+            if current.leases == (step > 0):  # it became leased, or unleased
+                self._leased_pages += step * len(current.pages)
             current = current.parent
 
     def _split(self, node: Node, position: int) -> Node:

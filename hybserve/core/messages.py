@@ -2,7 +2,7 @@
 
     api ── ToText ──► text ── ToScheduler ──► scheduler ── ToRunner ──► runner (one per rank)
     api ◄── ToApi ── text ◄── FromScheduler ── scheduler ◄── FromRunner ── runner
-    every role ── ToLaunch ──► launch (the parent)
+    every role ── ToLaunch ──► launch (the parent), and FromLaunch back: Drain to api, Stop to every role
 
 One frame (a msgpack list of these structs) per step per hop. Structs are array-like: a field is a position, so both
 ends are always of one version (they are started by one parent). Hot messages are columns, not lists of structs: at
@@ -107,6 +107,9 @@ class Generate(Message):
     priority: int
     arrival: float
     timeout: float
+    #: Prompt positions worth a checkpoint, in tokens: start of the last user turn, end of the last message before the
+    #: generation prompt.
+    anchors: list[int] = []
 
 
 class StopAt(Message):
@@ -123,8 +126,8 @@ class StopAt(Message):
 class SequenceStart(Message):
     """Once per sequence and layout epoch, in the frame of the first plan that names ``seq``.
 
-    ``history`` is prompt + generated tokens so far, sent only if penalties need it; ``generated`` counts how many of
-    its last tokens are output (resumed sequences).
+    ``history`` is prompt + generated tokens so far, sent only if ``sampling.needs_history``; ``generated`` counts how
+    many of its last tokens are output (resumed sequences).
     """
 
     seq: int
@@ -166,6 +169,15 @@ class StepPlan(Message):
     fork_seqs: list[int]
     fork_pages: list[int]
     freed: list[int]
+    #: Rows in the gap, as parallel columns (row index, kv_write_from): positions before kv_write_from read the pages
+    #: that the tree owns and write nothing; only the state is computed again.
+    gap_rows: list[int] = []
+    gap_ends: list[int] = []
+    #: Checkpoints to export, as parallel columns: the state of row ``export_rows[k]`` at page boundary
+    #: ``export_positions[k]`` (start < position <= start + count) goes into slot ``export_slots[k]``.
+    export_rows: list[int] = []
+    export_positions: list[int] = []
+    export_slots: list[int] = []
 
 
 class Stop(Message):
@@ -187,6 +199,10 @@ class StepDone(Message):
     #: prompt): entry j is about the token at position start + j + 1.
     prompt_logprobs: list[tuple[int, list[TokenLogprobs]]]
     forward_ms: float
+    #: Acknowledgement by the kernel that wrote each exported slot, parallel to the plan's export columns: the position
+    #: whose state it holds, and whether all of it is finite.
+    export_positions: list[int] = []
+    export_finite: list[bool] = []
 
 
 class StepFailed(Message):
@@ -347,3 +363,4 @@ ToApi: TypeAlias = (
     Accepted | Delta | Done | Failed | Tokenized | Detokenized | Loading | Ready | MetricsSnapshot | Heartbeat | Fatal
 )
 ToLaunch: TypeAlias = Loading | Ready | Heartbeat | Fatal
+FromLaunch: TypeAlias = Drain | Stop

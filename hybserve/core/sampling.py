@@ -35,5 +35,11 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def needs_history(self) -> bool:
-        """Whether the logits depend on the tokens before (penalties)."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        """Whether the runner must know the tokens before: penalties count them, prompt log-probabilities score them
+        (the last token of a chunk is scored against a token of the next one)."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.prompt_logprobs >= 0
+        )

@@ -4,9 +4,37 @@ Legend: T packed tokens, N rows, P pages of the pool, G tokens per page, J kv he
 K key dim, V value dim, W conv width.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
+from hybserve_kernels.attention import DecodePages, PrefillPages, decode_pages, prefill_pages
+
+
+class PrefillRow(NamedTuple):
+    """A row of several tokens, or the first token of a sequence: tokens [begin, end) of T."""
+
+    begin: int
+    end: int
+    start: int  # position of its first token; 0 = the state before it is zero, whatever the slot holds
+    slot: int
+    block_table: list[int]
+
+
+class DecodeRows(NamedTuple):
+    """All rows of one token that continue a state, taken together."""
+
+    tokens: slice | torch.Tensor  # which of T: a slice where they follow one another
+    slots: torch.Tensor  # int64
+    lengths: list[int]  # tokens each one sees, itself included
+    block_tables: list[list[int]]
+
+
+class Rows(NamedTuple):
+    """The rows of a step by what is done with them."""
+
+    decode: DecodeRows | None
+    prefill: list[PrefillRow]
 
 
 @dataclass(slots=True)
@@ -17,6 +45,8 @@ class StepContext:
 
     ``deterministic`` (law 7): N is 1, T is G, token t lies at position ``page start + t``; only the tokens
     [tile[0], tile[1]) are real, the others are zero rows that must not be read or written anywhere.
+
+    What every layer would derive in the same way (rows by kind, pages, places) is derived once, on first use.
     """
 
     bounds: list[int]
@@ -32,7 +62,68 @@ class StepContext:
     windows: list[torch.Tensor]  # per recurrent layer [S, channels, W - 1], a view of the slot-major pool
     deterministic: bool = False
     tile: tuple[int, int] = (0, 0)
+    _grouped: Rows | None = field(default=None, init=False, repr=False)
+    _places: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, init=False, repr=False)
+    _decode_pages: DecodePages | None = field(default=None, init=False, repr=False)
+    _prefill_pages: list[PrefillPages] | None = field(default=None, init=False, repr=False)
 
     @property
     def rows(self) -> int:
         return len(self.starts)
+
+    @property
+    def first_position(self) -> int:
+        """Of the first real token of a deterministic tile."""
+        return self.starts[0] - self.bounds[0] + self.tile[0]
+
+    @property
+    def grouped(self) -> Rows:
+        if self._grouped is None:
+            self._grouped = self._group()
+        return self._grouped
+
+    @property
+    def places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page and offset of every token."""
+        if self._places is None:
+            pages_T = torch.div(self.locations_T, self.page_size, rounding_mode="floor")
+            self._places = pages_T, self.locations_T - pages_T * self.page_size
+        return self._places
+
+    def decode_pages(self, rows: DecodeRows) -> DecodePages:
+        if self._decode_pages is None:
+            self._decode_pages = decode_pages(rows.block_tables, rows.lengths, self.page_size)
+        return self._decode_pages
+
+    def prefill_pages(self, index: int) -> PrefillPages:
+        """Of the prefill row with this index in ``grouped.prefill``."""
+        if self._prefill_pages is None:
+            self._prefill_pages = [
+                prefill_pages(row.block_table, row.start, row.end - row.begin, self.page_size)
+                for row in self.grouped.prefill
+            ]
+        return self._prefill_pages[index]
+
+    def _group(self) -> Rows:
+        prefill: list[PrefillRow] = []
+        single: list[int] = []
+        for row, start in enumerate(self.starts):
+            begin, end = self.bounds[row], self.bounds[row + 1]
+            if end - begin == 1 and start > 0:
+                single.append(row)
+            else:
+                prefill.append(PrefillRow(begin, end, start, self.slots[row], self.block_tables[row]))
+        if not single:
+            return Rows(None, prefill)
+        if not prefill:
+            lengths = [start + 1 for start in self.starts]
+            return Rows(DecodeRows(slice(0, len(single)), self.slots_N, lengths, self.block_tables), prefill)
+        at = [self.bounds[row] for row in single]
+        follow = at[-1] - at[0] == len(at) - 1
+        decode = DecodeRows(
+            tokens=slice(at[0], at[-1] + 1) if follow else torch.tensor(at),
+            slots=torch.tensor([self.slots[row] for row in single]),
+            lengths=[self.starts[row] + 1 for row in single],
+            block_tables=[self.block_tables[row] for row in single],
+        )
+        return Rows(decode, prefill)

@@ -28,6 +28,6 @@ class Codec(Generic[M]):
 
     def decode(self, frame: bytes) -> list[M]:
         try:
-            return self._decoder.decode(frame)  # type: ignore[no-any-return]
+            return self._decoder.decode(frame)
         except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
             raise FrameError(str(error)) from error

@@ -1,0 +1,58 @@
+"""``python -m bench NAME [arguments]``: green tests first, then figures. ``python -m bench`` lists the names."""
+
+import importlib
+import subprocess
+import sys
+from typing import NamedTuple
+
+from bench import ROOT
+
+
+class Bench(NamedTuple):
+    """``module`` has ``main(arguments) -> exit code``; ``tests`` must pass before it may report anything."""
+
+    module: str
+    tests: tuple[str, ...]
+    what: str
+
+
+BENCHES = {
+    "engine": Bench(
+        "bench.engine",
+        ("tests/scheduler", "tests/cache", "tests/wire"),
+        "host time of a step: scheduler, codec and settling at 256 decoding rows",
+    ),
+    "serve": Bench(
+        "bench.serve",
+        ("tests/api", "tests/text"),
+        "load generator over HTTP: TTFT, ITL and throughput",
+    ),
+    "vs_transformers": Bench(
+        "bench.vs_transformers",
+        ("tests/models", "tests/runner"),
+        "one model, the same prompts, against transformers' generate",
+    ),
+    "parity": Bench(
+        "bench.parity",
+        ("tests/e2e/test_parity.py",),
+        "the whole parity product against transformers",
+    ),
+}
+
+
+def main(arguments: list[str]) -> int:
+    if not arguments or arguments[0] not in BENCHES:
+        for name, bench in BENCHES.items():
+            print(f"{name:<16} {bench.what}")
+        return 2
+    bench = BENCHES[arguments[0]]
+    print(f"tests of {arguments[0]} first: {' '.join(bench.tests)}", flush=True)
+    tests = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu and not multi_gpu and not full", *bench.tests]
+    if subprocess.run(tests, cwd=ROOT).returncode != 0:
+        print(f"the tests are red: {arguments[0]} reports nothing", file=sys.stderr)
+        return 1
+    return int(importlib.import_module(bench.module).main(arguments[1:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,148 @@
+"""Request bodies as strict JSON: UTF-8 only, one object, no key twice, finite numbers, bounded depth, no surrogates.
+
+The standard library's parser is lenient (NaN, 1e999, lone surrogates, the last of two equal keys); each leniency is
+closed here and reported with the JSON path of the culprit.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from hybserve.core.errors import RequestError, invalid_value
+
+MAX_DEPTH = 64
+#: Bodies above this size are parsed off the event loop.
+LARGE_BODY = 1 << 20
+
+_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+
+
+class _Duplicate(Exception):
+    """Carries the name of a key that stands twice in one object."""
+
+
+def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise _Duplicate(key)
+            seen.add(key)
+    return found
+
+
+def _parse_int(literal: str) -> int | float:
+    """``-0`` is no integer of ours: as a float it is refused wherever an integer is wanted."""
+    return -0.0 if literal == "-0" else int(literal)
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_object)
+_CAREFUL_DECODER = json.JSONDecoder(object_pairs_hook=_unique_object, parse_int=_parse_int)
+
+
+def _refuse_deep(text: str) -> None:
+    if text.count("[") + text.count("{") <= MAX_DEPTH:
+        return
+    depth = 0
+    for match in _TOKENS.finditer(text):
+        token = match.group()
+        if token in "[{":
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise invalid_value(f"The body is nested deeper than {MAX_DEPTH} levels.")
+        elif token in "]}":
+            depth -= 1
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Every scalar and every key of a parsed body with its JSON path."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield path, key
+            yield from _leaves(item, f"{path}.{key}" if path else key)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{index}]")
+    else:
+        yield path, value
+
+
+def printable(path: str) -> str:
+    """A JSON path fit for an error body: no lone surrogates, bounded."""
+    return path.encode("utf-8", "replace").decode()[:200]
+
+
+def _refuse_surrogates(body: Any) -> None:
+    for path, value in _leaves(body, ""):
+        if isinstance(value, str):
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                name = printable(path) or "the body"
+                raise invalid_value(
+                    f"{name} holds half of a surrogate pair at character {error.start}.", printable(path) or None
+                ) from None
+
+
+def _refuse_non_finite(body: Any) -> None:
+    for path, value in _leaves(body, ""):
+        if isinstance(value, float) and not math.isfinite(value):
+            name = printable(path) or "the body"
+            raise invalid_value(f"{name} must be a finite number.", printable(path) or None)
+
+
+def _decode(text: str) -> Any:
+    decoder = _CAREFUL_DECODER if "-0" in text else _DECODER
+    try:
+        return decoder.decode(text)
+    except _Duplicate as error:
+        name = printable(str(error))
+        raise invalid_value(f"The key {name!r} stands twice in one object.", name) from None
+    except RecursionError:
+        raise invalid_value(f"The body is nested deeper than {MAX_DEPTH} levels.") from None
+    except json.JSONDecodeError as error:
+        raise invalid_value(f"The body is not valid JSON: {error.msg} at character {error.pos}.") from None
+    except ValueError:
+        raise invalid_value("The body is not valid JSON: an integer has too many digits.") from None
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """The one JSON object of a request body. Raises RequestError (400)."""
+    body = _parse(raw)
+    if not isinstance(body, dict):
+        raise invalid_value("The body must be a JSON object.")
+    return body
+
+
+def _parse(raw: bytes) -> Any:
+    if not raw.strip():
+        raise invalid_value("The body is empty; a JSON object is expected.")
+    text = _text(raw)
+    _refuse_deep(text)
+    body = _decode(text)
+    if "\\ud" in text or "\\uD" in text:
+        _refuse_surrogates(body)
+    if "NaN" in text or "Infinity" in text or _EXPONENT.search(text):
+        _refuse_non_finite(body)
+    return body
+
+
+#: Only a literal with an exponent, or one of hundreds of digits, can overflow a double.
+_EXPONENT = re.compile(r"\d[eE]\+?\d{2,}|\d{300}")
+
+
+def _text(raw: bytes) -> str:
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _not_utf8(error.start) from None
+    if text.startswith("\ufeff"):
+        raise invalid_value("The body begins with a byte order mark; send plain UTF-8.")
+    return text
+
+
+def _not_utf8(offset: int) -> RequestError:
+    return invalid_value(f"The body is not valid UTF-8 at byte {offset}.")

@@ -1,0 +1,209 @@
+"""``hybserve serve``: refuse what cannot work before anything is loaded, start the roles, watch them, end in order."""
+
+import logging
+import os
+import socket
+import sys
+import time
+
+import msgspec
+import psutil
+
+from hybserve.config.deployment import Deployment
+from hybserve.config.load import check_servable
+from hybserve.core.errors import EXIT_OK, ConfigError, HybserveError
+from hybserve.core.messages import Drain, Ready, Stop
+from hybserve.launch.group import RoleFailed, RoleGroup
+from hybserve.launch.prepare import Prepared, model_directory, prepare
+from hybserve.launch.progress import LoadProgress
+from hybserve.launch.report import Started, print_report
+from hybserve.launch.role import RoleStart
+from hybserve.launch.signals import StopSignals
+from hybserve.observe import log
+from hybserve.observe.log import event
+
+logger = logging.getLogger(__name__)
+
+#: Seconds without a sign of life after which a role is lost. One step of a large model on CPU takes long.
+SILENCE = {"cpu": 300.0, "cuda": 60.0}
+_BACKLOG = 2048
+_DELIVERY = 3.0  # seconds in which api and text hand out the errors of a lost role
+_ABORT = 5.0  # seconds in which a role may end by itself once it was told to stop
+_DRAIN_SLACK = 5.0  # seconds beyond server.drain_timeout until a drain is cut off
+
+
+def serve(deployment: Deployment, silence: float | None = None) -> int:
+    """Serve until SIGTERM or SIGINT (a drain, exit code 0) or until a role is lost. Returns the exit code."""
+    log.setup("launch", deployment.log.level, deployment.log.format)
+    clock = StageClock()
+    try:
+        check_servable(deployment)
+        directory = model_directory(deployment)
+        clock.lap("model")
+        prepared = prepare(deployment, directory)
+        clock.lap("plan")
+        listener = bind(deployment.server.host, deployment.server.port)
+    except HybserveError as error:
+        print(f"hybserve: {error}", file=sys.stderr)
+        return error.exit_code
+    with StopSignals() as signals, RoleGroup(silence or SILENCE[prepared.backend]) as group:
+        try:
+            return _run(prepared, listener, group, signals, clock)
+        except RoleFailed as failure:
+            event(logger, "error", "a role is lost, the server ends", lost=failure.role, reason=failure.reason)
+            print(f"hybserve: {failure}", file=sys.stderr)
+            _hand_out_errors(group)
+            return failure.exit_code
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The listening socket. Raises ConfigError with the key to change."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"server.host: {host}: {error.strerror}") from error
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(_BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"server.port: cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}; "
+            "choose another with --set server.port=… (0 = any free one)"
+        ) from error
+    return sock
+
+
+class StageClock:
+    """Times of the stages of a start, in seconds; together they are the time since this process began."""
+
+    def __init__(self) -> None:
+        began = time.time() - psutil.Process().create_time()
+        self.stages: list[tuple[str, float]] = [("interpreter", began)]
+        self._last = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        now = time.monotonic()
+        self.stages.append((name, now - self._last))
+        self._last = now
+
+    def lap_split(self, name: str, parts: list[tuple[str, float]]) -> None:
+        """A lap of which ``parts`` were measured elsewhere; the rest of it is called ``name``."""
+        self.lap(name)
+        _, whole = self.stages.pop()
+        rest = max(0.0, whole - sum(seconds for _, seconds in parts))
+        self.stages += [(name, rest), *parts]
+
+
+def _run(prepared: Prepared, listener: socket.socket, group: RoleGroup, signals: StopSignals, clock: StageClock) -> int:
+    url = _url(prepared.deployment.server.host, listener)
+    _start_roles(prepared, listener, group)
+    weights = sum(stage.weight_bytes for stage in prepared.plan.stages)
+    with LoadProgress(weights) as progress:
+        while not group.ready and not signals.count():
+            for message in group.poll(signals.wake):
+                progress.show(message)
+    if signals.count():  # nobody was served yet: leaving the group ends all of them
+        return EXIT_OK
+    ready = [role.ready for role in group.roles.values() if role.ready is not None]
+    _announce(prepared, url, ready, clock)
+    while not signals.count():
+        group.poll(signals.wake)
+    _drain(group, signals, prepared.deployment.server.drain_timeout)
+    _stop(group)
+    return EXIT_OK
+
+
+def _start_roles(prepared: Prepared, listener: socket.socket, group: RoleGroup) -> None:
+    api_text, text_api = socket.socketpair()
+    text_engine, engine_text = socket.socketpair()
+    links = {
+        "api": {"listener": listener, "text": api_text},
+        "text": {"api": text_api, "engine": text_engine},
+        "engine": {"text": engine_text},
+    }
+    for name, sockets in links.items():
+        group.start(name, sockets, lambda descriptors, name=name: _arguments(prepared, name, descriptors))  # type: ignore[misc]
+
+
+def _arguments(prepared: Prepared, role: str, descriptors: dict[str, int]) -> bytes:
+    start = RoleStart(
+        role=role,
+        parent=os.getpid(),
+        deployment=prepared.deployment.to_json(),
+        plan=prepared.plan,
+        spec=prepared.spec,
+        facts=prepared.facts,
+        log_level=prepared.deployment.log.level,
+        log_format=_format(prepared.deployment),
+        sockets=descriptors,
+    )
+    return msgspec.json.encode(start)
+
+
+def _announce(prepared: Prepared, url: str, ready: list[Ready], clock: StageClock) -> None:
+    measured = [stage for role in ready if role.role == "engine" for stage in role.stages]
+    clock.lap_split("processes", measured)
+    started = Started(
+        spec=prepared.spec,
+        plan=prepared.plan,
+        facts=prepared.facts,
+        backend=prepared.backend,
+        dtype=prepared.dtype,
+        url=url,
+        key_variable=prepared.deployment.server.api_key_env,
+        ready=ready,
+        stages=clock.stages,
+    )
+    print_report(started, sys.stdout)
+    event(logger, "info", "ready", url=url, seconds=sum(seconds for _, seconds in clock.stages))
+
+
+def _drain(group: RoleGroup, signals: StopSignals, timeout: float) -> None:
+    """Let api finish what runs; a second signal cuts it short. Raises RoleFailed if another role is lost meanwhile."""
+    event(logger, "info", "draining", seconds=timeout)
+    group.expect_end(["api"])
+    group.send(["api"], Drain())
+    deadline = time.monotonic() + timeout + _DRAIN_SLACK
+    aborted = False
+    while "api" in group.roles and time.monotonic() < deadline:
+        signals.clear_wake()
+        group.poll(signals.wake)
+        if signals.count() > 1 and not aborted:
+            aborted = True
+            event(logger, "info", "a second signal: ending now")
+            group.send(["api"], Stop())
+            deadline = time.monotonic() + _ABORT
+
+
+def _stop(group: RoleGroup) -> None:
+    """Every role ends; what has not gone after a moment is killed when the group is left."""
+    names = list(group.roles)
+    group.expect_end(names)
+    group.send(names, Stop())
+    group.listen(_ABORT)
+
+
+def _hand_out_errors(group: RoleGroup) -> None:
+    """A role is lost: the others tell their clients, then everything ends."""
+    if "api" in group.roles:
+        group.listen(_DELIVERY, until_idle="api")
+        _stop(group)
+
+
+def _url(host: str, listener: socket.socket) -> str:
+    port = listener.getsockname()[1]
+    if host in ("0.0.0.0", "::", ""):
+        host = "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _format(deployment: Deployment) -> log.Format:
+    """``auto`` is decided here once: the roles write to the parent's standard error."""
+    if deployment.log.format != "auto":
+        return deployment.log.format
+    return "pretty" if sys.stderr.isatty() else "json"

@@ -1,0 +1,83 @@
+"""Full attention with q/k norms, partial rotary positions and an optional output gate, over the paged pool.
+
+Legend: T packed tokens, H query heads, J kv heads, d head dim, D model dim; H and J are this rank's.
+"""
+
+import torch
+from hybserve_kernels.attention import attend_decode, attend_prefill, attend_tile, store_kv
+from hybserve_kernels.rotary import RotaryTables, rotary_
+
+from hybserve.layers.linear import Linear, ReducedLinear
+from hybserve.layers.norm import HeadNorms
+from hybserve.layers.params import Params
+from hybserve.layers.step_context import StepContext
+from hybserve.parallel.mesh import Mesh
+from hybserve.spec.model_spec import AttentionSpec
+from hybserve.spec.split import width
+
+
+class Attention:
+    """``index`` counts the attention layers of this rank: which pool view it uses."""
+
+    def __init__(
+        self, params: Params, name: str, hidden: int, spec: AttentionSpec, eps: float, mesh: Mesh, index: int
+    ) -> None:
+        self._index = index
+        self._q_heads, self._kv_heads, self._dim = width(mesh.share.q_heads), width(mesh.share.kv_heads), spec.head_dim
+        self._gated, self._scale = spec.output_gate, spec.head_dim**-0.5
+        self._query_width = self._q_heads * self._dim * (2 if spec.output_gate else 1)
+        outputs = self._query_width + 2 * self._kv_heads * self._dim
+        self._qkv = Linear(params, f"{name}.qkv", hidden, outputs, spec.bias)
+        self._norms = HeadNorms(params, name, self._q_heads, self._kv_heads, self._dim, eps)
+        self._o = ReducedLinear(params, f"{name}.o", self._q_heads * self._dim, hidden, mesh, spec.bias)
+
+    def bind(self) -> None:
+        self._qkv.bind()
+        self._norms.bind()
+        self._o.bind()
+
+    def __call__(self, x_TD: torch.Tensor, context: StepContext, tables: RotaryTables) -> torch.Tensor:
+        tokens = x_TD.shape[0]
+        projected = self._qkv(x_TD)
+        queries, keys, values = projected.split_with_sizes(
+            (self._query_width, self._kv_heads * self._dim, self._kv_heads * self._dim), dim=1
+        )
+        q_and_gate = queries.view(tokens, self._q_heads, -1)
+        k_TJd, v_TJd = (part.view(tokens, self._kv_heads, -1) for part in (keys, values))
+        qk_THd = rotary_(self._norms(torch.cat((q_and_gate[..., : self._dim], k_TJd), dim=1)), tables).to(x_TD.dtype)
+        q_THd, k_TJd = qk_THd.split_with_sizes((self._q_heads, self._kv_heads), dim=1)
+        attended = self._attend(q_THd, k_TJd, v_TJd, context)
+        if self._gated:
+            attended = attended * torch.sigmoid(q_and_gate[..., self._dim :])
+        return self._o(attended.reshape(tokens, -1))
+
+    def _attend(
+        self, q_THd: torch.Tensor, k_TJd: torch.Tensor, v_TJd: torch.Tensor, context: StepContext
+    ) -> torch.Tensor:
+        pool = context.kv_layers[self._index]
+        pages_T, offsets_T = context.places
+        if context.deterministic:
+            return self._attend_tile(q_THd, k_TJd, v_TJd, context)
+        store_kv(pool, k_TJd, v_TJd, pages_T, offsets_T)
+        decode, prefill = context.grouped
+        if decode is not None and not prefill:
+            return attend_decode(q_THd, pool, context.decode_pages(decode), self._scale).to(q_THd.dtype)
+        out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
+        if decode is not None:
+            part = attend_decode(q_THd[decode.tokens], pool, context.decode_pages(decode), self._scale)
+            out_THd[decode.tokens] = part.to(q_THd.dtype)
+        for index, row in enumerate(prefill):
+            own = slice(row.begin, row.end)
+            pages = context.prefill_pages(index)
+            out_THd[own] = attend_prefill(q_THd[own], k_TJd[own], v_TJd[own], pool, pages, self._scale)
+        return out_THd
+
+    def _attend_tile(
+        self, q_GHd: torch.Tensor, k_GJd: torch.Tensor, v_GJd: torch.Tensor, context: StepContext
+    ) -> torch.Tensor:
+        pool = context.kv_layers[self._index]
+        pages_G, offsets_G = context.places
+        real = slice(*context.tile)
+        store_kv(pool, k_GJd[real], v_GJd[real], pages_G[real], offsets_G[real])
+        pages = context.block_tables[0][: context.first_position // context.page_size + 1]
+        return attend_tile(q_GHd, pool, pages, context.tile[1], self._scale).to(q_GHd.dtype)

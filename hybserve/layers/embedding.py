@@ -1,0 +1,47 @@
+"""Token embedding and the logits over the vocabulary.
+
+Legend: T tokens, N rows, D model dim, C vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from hybserve.layers.params import Params
+from hybserve.layers.step_context import StepContext
+from hybserve.parallel.mesh import Mesh
+from hybserve.spec.split import width
+
+
+class Embedding:
+    """Rows of the vocabulary that this rank holds."""
+
+    def __init__(self, params: Params, name: str, hidden: int, mesh: Mesh) -> None:
+        self._params, self._name, self._mesh = params, name, mesh
+        params.declare(f"{name}.weight", width(mesh.share.vocab), hidden)
+
+    def bind(self) -> None:
+        self._weight = self._params[f"{self._name}.weight"]
+
+    def __call__(self, tokens_T: torch.Tensor, context: StepContext) -> torch.Tensor:
+        """[T, D]; the rows outside a deterministic tile are zero."""
+        self._mesh.require_single()
+        hidden_TD = F.embedding(tokens_T, self._weight)
+        if context.deterministic:
+            low, high = context.tile
+            hidden_TD[:low] = 0.0
+            hidden_TD[high:] = 0.0
+        return hidden_TD
+
+
+class VocabularyHead:
+    """Logits in fp32 from the weight of that name, which may be the embedding's."""
+
+    def __init__(self, params: Params, name: str, mesh: Mesh) -> None:
+        self._params, self._name, self._mesh = params, name, mesh
+
+    def bind(self) -> None:
+        self._weight = self._params[f"{self._name}.weight"]
+
+    def __call__(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        self._mesh.require_single()
+        return F.linear(hidden_ND, self._weight).float()

@@ -1,0 +1,44 @@
+"""Mixture of experts with an optional shared expert behind a sigmoid gate.
+
+Legend: T tokens, D model dim, E experts, F this rank's part of an expert's width.
+"""
+
+import torch
+from hybserve_kernels.moe import experts, experts_whole, route
+
+from hybserve.layers.linear import Linear
+from hybserve.layers.mlp import Mlp
+from hybserve.layers.params import Params
+from hybserve.layers.step_context import StepContext
+from hybserve.parallel.mesh import Mesh
+from hybserve.spec.model_spec import MoeSpec
+from hybserve.spec.split import width
+
+
+class Moe:
+    def __init__(self, params: Params, name: str, hidden: int, spec: MoeSpec, mesh: Mesh) -> None:
+        self._params, self._name, self._spec, self._mesh = params, name, spec, mesh
+        ffn = width(mesh.share.expert_ffn)
+        self._router = Linear(params, f"{name}.router", hidden, spec.experts)
+        params.declare(f"{name}.gate_up.weight", spec.experts, 2 * ffn, hidden)
+        params.declare(f"{name}.down.weight", spec.experts, hidden, ffn)
+        self._shared: Mlp | None = None
+        if spec.shared_ffn:
+            self._shared = Mlp(params, f"{name}.shared", hidden, width(mesh.share.shared_ffn), mesh)
+            self._shared_gate = Linear(params, f"{name}.shared_gate", hidden, 1)
+
+    def bind(self) -> None:
+        self._router.bind()
+        self._gate_up = self._params[f"{self._name}.gate_up.weight"]
+        self._down = self._params[f"{self._name}.down.weight"]
+        if self._shared is not None:
+            self._shared.bind()
+            self._shared_gate.bind()
+
+    def __call__(self, x_TD: torch.Tensor, context: StepContext) -> torch.Tensor:
+        weights, chosen = route(self._router(x_TD), self._spec.top_k, self._spec.norm_top_k)
+        compute = experts_whole if context.deterministic else experts
+        out_TD = self._mesh.sum(compute(x_TD, weights, chosen, self._gate_up, self._down))
+        if self._shared is not None:
+            out_TD += self._shared(x_TD) * torch.sigmoid(self._shared_gate(x_TD))
+        return out_TD

@@ -1,0 +1,58 @@
+"""What every model family offers to the runner and to the loader.
+
+Legend: T packed tokens, N rows, D model dim, C vocabulary.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from hybserve.layers.params import Params
+from hybserve.layers.step_context import StepContext
+from hybserve.spec.model_spec import ModelSpec
+from hybserve.spec.split import RankShare
+
+
+class Model(ABC):
+    """One rank's part of a model. Fill ``params`` first (in place, or by replacing entries), then compute; after a
+    later change of a parameter call ``bind`` again. Callers hold ``torch.inference_mode``."""
+
+    def __init__(self, spec: ModelSpec, share: RankShare, dtype: torch.dtype, device: torch.device) -> None:
+        self.spec = spec
+        self.share = share
+        self.dtype = dtype
+        self._params = Params(dtype, device)
+        self._bound = False
+
+    @property
+    def params(self) -> dict[str, torch.Tensor]:
+        """Every parameter of this rank by name, in local shapes."""
+        return self._params.tensors
+
+    def bind(self) -> None:
+        """Take the parameters as they are now and derive from them what the forward reads."""
+        self._bind_layers()
+        self._bound = True
+
+    def forward(
+        self, tokens_T: torch.Tensor, context: StepContext, hidden_TD: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Hidden states [T, D] of a step; of the last stage after the final norm. Reads and writes the pools of the
+        context. A stage that is not the first takes the hidden states of the one before it."""
+        assert self.share.first == (hidden_TD is None), "hidden states come from the stage before, and only from there"
+        if not self._bound:
+            self.bind()
+        return self._forward(tokens_T, context, hidden_TD)
+
+    @abstractmethod
+    def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """Logits [N, C] in fp32 of rows of the last stage's hidden states. For equal bits call it with equal N and
+        the same row index (deterministic mode: the whole tile)."""
+
+    @abstractmethod
+    def _bind_layers(self) -> None: ...
+
+    @abstractmethod
+    def _forward(
+        self, tokens_T: torch.Tensor, context: StepContext, hidden_TD: torch.Tensor | None
+    ) -> torch.Tensor: ...

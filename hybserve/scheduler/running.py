@@ -1,0 +1,149 @@
+"""Sequences on the device, in the one total order, and everything they hold there.
+
+Ledger of a request with prompt P, page G, full = P // G, once it has been forked (n > 1):
+
+    [0, full·G)       shared pages: ``request.shared``, freed when the last choice that shares them leaves
+    [full·G, P)       choice 0: the page it prefilled; choice i: its own copy (nothing if P is a page multiple)
+    [P, …)            each choice: its own pages, one by one as it grows
+
+Before the fork, and for n = 1, everything is in the ``pages`` of the one sequence that prefills. A parked choice gives
+up all it holds and resumes alone: then [0, …) is in its own ``pages``.
+
+Every id is freed with ``step``, the last plan made, as its fence: no later plan names it until it is taken anew.
+"""
+
+import heapq
+
+from hybserve.cache.pool import Pool
+from hybserve.plan.floors import pages_of
+from hybserve.plan.result import EngineLimits
+from hybserve.scheduler import queues
+from hybserve.scheduler.queues import Waiting
+from hybserve.scheduler.request import Sequence, State
+
+
+class Running:
+    """Takes and gives back pages, slots and sequence indices; parks from the end of the order when pages run out."""
+
+    def __init__(self, limits: EngineLimits, waiting: Waiting) -> None:
+        self.limits = limits
+        self.step = 0  # number of the last plan made
+        self.parks = 0
+        self.freed: list[int] = []  # indices that the next plan tells the runner to forget
+        self._waiting = waiting
+        self.rebuild()
+
+    def rebuild(self) -> None:
+        """Everything free, nothing running."""
+        self.pages = Pool("kv pages", self.limits.kv_pages)
+        self.slots = Pool("state slots", self.limits.state_slots)
+        self.sequences: list[Sequence] = []  # in the total order
+        self._indices = list(range(self.limits.max_running))  # a heap: indices stay dense
+
+    @property
+    def free_indices(self) -> list[int]:
+        return self._indices
+
+    def has_room(self, group: int, pages: int) -> bool:
+        """Whether ``group`` sequences and ``pages`` pages can be let in, touching nothing."""
+        return (
+            len(self.sequences) + group <= self.limits.max_running
+            and self.slots.available >= group
+            and self.pages.available >= pages
+        )
+
+    def admit(self, lead: Sequence, pages: int) -> None:
+        """Let a group in: a slot for each, ``pages`` pages for the lead, which prefills for all."""
+        for member, slot in zip(lead.group, self.slots.take(len(lead.group)), strict=True):
+            member.slot = slot
+            member.state = State.FORK
+            member.planned = member.sampled = 0
+            queues.insert(self.sequences, member)
+        lead.state = State.PREFILL
+        self.grow(lead, pages)
+
+    def grow(self, sequence: Sequence, count: int) -> list[int]:
+        """``count`` more pages at the end of the block table; the caller has made sure that they are free."""
+        ids = self.pages.take(count)
+        sequence.pages += ids
+        sequence.capacity += count * self.limits.page_size
+        return ids
+
+    def name(self, sequence: Sequence) -> None:
+        """Give it the index by which the plan being made names it first."""
+        sequence.index = heapq.heappop(self._indices)
+        sequence.started = True
+
+    def share(self, lead: Sequence) -> None:
+        """The request is forked: the lead's full prompt pages become the request's (see the ledger)."""
+        request = lead.request
+        full = len(request.prompt) // self.limits.page_size
+        request.shared = lead.pages[:full]
+        lead.pages = lead.pages[full:]
+        lead.shares = True
+        request.sharers = 1
+
+    def join(self, sequence: Sequence) -> None:
+        """A choice forked from its lead shares the prompt's full pages."""
+        request = sequence.request
+        sequence.shares = True
+        request.sharers += 1
+        sequence.capacity += len(request.shared) * self.limits.page_size
+        sequence.planned = len(request.prompt)
+
+    def room_to_grow(self, sequence: Sequence) -> bool:
+        """Make at least one page free, parking from the end of the order; false if ``sequence`` itself was parked."""
+        while not self.pages.available:
+            self.park(self.sequences[-1])
+            if not sequence.on_device:
+                assert self.sequences, "the first in the order was parked"
+                return False
+        return True
+
+    def park(self, sequence: Sequence) -> None:
+        """Take it off the device to recompute later; a group that has not been prefilled yet goes and returns whole."""
+        lead = sequence.request.sequences[0]
+        group = lead.group if lead.state is State.PREFILL and sequence in lead.group else (sequence,)
+        for member in group:
+            if member.ended:
+                self.leave(member, State.GONE)
+                continue
+            self.leave(member, State.PARKED)
+            member.resume_after = self.step
+            self.parks += 1
+        if sequence.state is State.PARKED:
+            group[0].group = group
+            self._waiting.add(group[0])
+
+    def leave(self, sequence: Sequence, state: State) -> None:
+        """Give back all that it holds. ``state``: PARKED or GONE."""
+        queues.remove(self.sequences, sequence)
+        self.slots.free([sequence.slot], self.step)
+        self.pages.free(sequence.pages, self.step)
+        if sequence.shares:
+            self._unshare(sequence)
+        if sequence.started:
+            self.freed.append(sequence.index)
+            heapq.heappush(self._indices, sequence.index)
+        sequence.slot, sequence.pages, sequence.capacity = 0, [], 0
+        sequence.index, sequence.started = -1, False
+        sequence.state = state
+        if state is State.GONE:
+            sequence.retire()
+
+    def _unshare(self, sequence: Sequence) -> None:
+        request = sequence.request
+        sequence.shares = False
+        request.sharers -= 1
+        if not request.sharers:
+            self.pages.free(request.shared, self.step)
+            request.shared = []
+
+    def covers(self, sequence: Sequence) -> int:
+        """Tokens its block table has room for, counted from the pages themselves."""
+        shared = len(sequence.request.shared) if sequence.shares else 0
+        return (shared + len(sequence.pages)) * self.limits.page_size
+
+    def pages_needed(self, sequence: Sequence, end: int) -> int:
+        """Pages still missing to hold the tokens before ``end``."""
+        return pages_of(end - sequence.capacity, self.limits.page_size)

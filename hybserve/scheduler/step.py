@@ -1,0 +1,279 @@
+"""What the next step computes, as the columns of a StepPlan.
+
+Pages are dealt in the total order; whoever finds none parks the last. So a victim always stands behind the sequence
+that needs the page, where this pass has not been yet: nothing already planned is ever taken back. Rows of sequences
+that decode come first in the plan, then prefill chunks by order, then what is newly admitted, all under step_tokens.
+"""
+
+from dataclasses import dataclass, field
+
+from hybserve.core.messages import SequenceStart, StepPlan, ToRunner
+from hybserve.core.types import SAMPLED
+from hybserve.plan.result import EngineLimits
+from hybserve.scheduler.admission import pages_at_admission
+from hybserve.scheduler.chunking import chunk_end
+from hybserve.scheduler.queues import Waiting
+from hybserve.scheduler.request import Sequence, State
+from hybserve.scheduler.running import Running
+
+
+@dataclass(slots=True)
+class Chunk:
+    """A prefill row: tokens [start, end) of a sequence, the pages it appends and who samples from its end."""
+
+    sequence: Sequence
+    start: int
+    end: int
+    pages: list[int]
+    samplers: list[Sequence]
+
+
+@dataclass(slots=True)
+class Flight:
+    """What must be remembered of a plan until its result comes back."""
+
+    plan: StepPlan
+    rows: list[Sequence]  # parallel to the plan's rows
+    samplers: list[Sequence]  # parallel to the plan's sample columns
+    decoding: int  # the first so many samples are those of decode rows
+    chunks: list[Chunk]
+    forked: list[tuple[int, Sequence]]  # (index, sequence) of choices forked by this plan
+
+
+@dataclass(slots=True)
+class _Draft:
+    """The plan being made."""
+
+    rows: list[Sequence] = field(default_factory=list)
+    seqs: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+    page_rows: list[int] = field(default_factory=list)
+    page_ids: list[int] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    chunk_tokens: int = 0
+    begun: list[SequenceStart] = field(default_factory=list)
+    state_copies: list[int] = field(default_factory=list)
+    page_copies: list[int] = field(default_factory=list)
+    fork_seqs: list[int] = field(default_factory=list)
+    fork_pages: list[int] = field(default_factory=list)
+    forked: list[tuple[int, Sequence]] = field(default_factory=list)
+    leaving: list[Sequence] = field(default_factory=list)  # ended leads, for whom this fork was the last duty
+
+
+class StepMaker:
+    """Makes plans, one after another, from what runs and what waits."""
+
+    def __init__(self, limits: EngineLimits, running: Running, waiting: Waiting, epoch: int) -> None:
+        self._limits = limits
+        self._running = running
+        self._waiting = waiting
+        self._epoch = epoch
+        self.admitted: list[Sequence] = []  # leads let in by the last plan
+
+    def make(self, settled: int) -> tuple[list[ToRunner], Flight] | None:
+        """The next plan with the sequences it names first; None if there is nothing to do.
+
+        ``settled``: the last plan whose result is known.
+        """
+        self.admitted = []
+        draft = _Draft()
+        self._deal(draft)
+        if len(self._waiting):
+            self._admit(draft, settled)
+        made = self._finish(draft) if draft.rows or draft.chunks or draft.state_copies else None
+        for lead in draft.leaving:
+            self._running.leave(lead, State.GONE)
+        return made
+
+    def _deal(self, draft: _Draft) -> None:
+        """Rows for what runs, in the total order."""
+        running, sequences = self._running, self._running.sequences
+        decode, prefill, most = State.DECODE, State.PREFILL, self._limits.step_tokens
+        rows, seqs, starts, slots, outputs = draft.rows, draft.seqs, draft.starts, draft.slots, draft.outputs
+        position = 0
+        while position < len(sequences):
+            sequence = sequences[position]
+            position += 1
+            if sequence.state is prefill:
+                self._chunk(draft, sequence, position)
+                continue
+            if sequence.state is not decode:
+                self._leave_fork(draft, sequence)
+                if sequence.state is not decode:
+                    continue
+            output = sequence.sampled
+            if output == sequence.max_tokens or len(rows) == most:
+                continue
+            start = sequence.planned
+            if start == sequence.capacity:
+                if not running.room_to_grow(sequence):
+                    continue
+                draft.page_rows.append(len(rows))
+                draft.page_ids += running.grow(sequence, 1)
+            rows.append(sequence)
+            seqs.append(sequence.index)
+            starts.append(start)
+            slots.append(sequence.slot)
+            outputs.append(output)
+            sequence.planned = start + 1
+            sequence.sampled = output + 1
+
+    def _chunk(self, draft: _Draft, sequence: Sequence, position: int) -> None:
+        """The next prefill chunk of the running sequence at ``position``: what budget and free pages allow, or none."""
+        limits, running = self._limits, self._running
+        start = sequence.planned
+        spare = limits.step_tokens - len(draft.rows) - self._decode_demand(position) - draft.chunk_tokens
+        end = chunk_end(start, sequence.fill, limits.page_size, min(limits.prefill_chunk, spare))
+        if end <= start:
+            return
+        pages: list[int] = []
+        if end > sequence.capacity:
+            if start == sequence.capacity and not running.room_to_grow(sequence):
+                return
+            pages = running.grow(sequence, min(running.pages_needed(sequence, end), running.pages.available))
+            end = min(end, sequence.capacity)
+        self._add_chunk(draft, sequence, end, pages)
+
+    def _decode_demand(self, position: int) -> int:
+        """Most rows that sequences from ``position`` on can take in this step for decoding."""
+        demand = 0
+        for sequence in self._running.sequences[position:]:
+            if sequence.state is State.DECODE:
+                demand += sequence.sampled < sequence.max_tokens
+            elif sequence.state is State.FORK:
+                demand += sequence.request.sequences[0].state is not State.PREFILL
+        return demand
+
+    def _add_chunk(self, draft: _Draft, sequence: Sequence, end: int, pages: list[int]) -> None:
+        chunk = Chunk(sequence, sequence.planned, end, pages, [])
+        draft.chunks.append(chunk)
+        draft.chunk_tokens += end - sequence.planned
+        sequence.planned = end
+        if not sequence.started:
+            self._begin(draft, sequence)
+        if end == sequence.fill:
+            self._sample_at_end(draft, chunk)
+
+    def _sample_at_end(self, draft: _Draft, chunk: Chunk) -> None:
+        """The last chunk of a prefill samples once for every choice that was admitted with it."""
+        lead = chunk.sequence
+        lead.state = State.FORK if len(lead.group) > 1 else State.DECODE
+        for member in lead.group:
+            if not member.started:
+                self._begin(draft, member)
+            member.sampled = len(member.output) + 1
+            chunk.samplers.append(member)
+
+    def _begin(self, draft: _Draft, sequence: Sequence) -> None:
+        self._running.name(sequence)
+        request = sequence.request
+        history = request.prompt + sequence.output if request.sampling.needs_history else []
+        draft.begun.append(
+            SequenceStart(
+                seq=sequence.index,
+                epoch=self._epoch,
+                choice=sequence.choice,
+                sampling=request.sampling,
+                history=history,
+                prompt_len=len(request.prompt),
+                generated=len(sequence.output),
+            )
+        )
+
+    def _leave_fork(self, draft: _Draft, sequence: Sequence) -> None:
+        """From FORK to DECODE, as soon as the prefill that it waits for has been planned to its end."""
+        if sequence.sampled == sequence.max_tokens:
+            return
+        if sequence.choice == 0:
+            self._open_fork(draft, sequence)
+        elif sequence.request.sharers:
+            self._fork(draft, sequence)
+
+    def _open_fork(self, draft: _Draft, lead: Sequence) -> None:
+        """The lead decodes from here; in this same plan its siblings, next in the order, are forked from it."""
+        self._running.share(lead)
+        if lead.ended:  # this plan's copies read what it holds: it leaves when the plan is made
+            lead.sampled = lead.max_tokens
+            draft.leaving.append(lead)
+        else:
+            lead.state = State.DECODE
+
+    def _fork(self, draft: _Draft, choice: Sequence) -> None:
+        """A copy of the lead's state, and of its partial page or else a fresh page; parked if there is no page."""
+        running, request = self._running, choice.request
+        if not running.room_to_grow(choice):
+            return
+        lead = request.sequences[0]
+        running.join(choice)
+        (page,) = running.grow(choice, 1)
+        if len(request.prompt) % self._limits.page_size:
+            draft.page_copies += [lead.pages[0], page]
+        draft.state_copies += [lead.slot, choice.slot]
+        table = [*request.shared, page]
+        draft.fork_seqs += [choice.index] * len(table)
+        draft.fork_pages += table
+        draft.forked.append((choice.index, choice))
+        choice.state = State.DECODE
+
+    def _admit(self, draft: _Draft, settled: int) -> None:
+        """Let in what waits, first come first served, while its first step fits whole."""
+        limits, running, waiting = self._limits, self._running, self._waiting
+        spare = limits.step_tokens - len(draft.rows) - draft.chunk_tokens
+        while len(waiting) and spare > 0:
+            lead = waiting.first
+            if lead.resume_after > settled:
+                return
+            lead.fill = lead.length
+            end = chunk_end(0, lead.fill, limits.page_size, min(limits.prefill_chunk, spare))
+            pages = pages_at_admission(lead, end, limits.page_size)
+            if end == 0 or not running.has_room(len(lead.group), pages):
+                return
+            waiting.remove(lead)
+            running.admit(lead, pages)
+            self.admitted.append(lead)
+            self._add_chunk(draft, lead, end, list(lead.pages))
+            spare -= end
+
+    def _finish(self, draft: _Draft) -> tuple[list[ToRunner], Flight]:
+        running, decoding = self._running, len(draft.rows)
+        rows, samplers = draft.rows, list(draft.rows)
+        sample_rows, sample_seqs, sample_outputs = list(range(decoding)), list(draft.seqs), draft.outputs
+        counts, tokens = [1] * decoding, [SAMPLED] * decoding
+        for chunk in draft.chunks:
+            sequence, row = chunk.sequence, len(rows)
+            rows.append(sequence)
+            draft.seqs.append(sequence.index)
+            draft.starts.append(chunk.start)
+            draft.slots.append(sequence.slot)
+            counts.append(chunk.end - chunk.start)
+            tokens += sequence.ids(chunk.start, chunk.end)
+            draft.page_rows += [row] * len(chunk.pages)
+            draft.page_ids += chunk.pages
+            samplers += chunk.samplers
+            sample_rows += [row] * len(chunk.samplers)
+            sample_seqs += [member.index for member in chunk.samplers]
+            sample_outputs += [member.sampled - 1 for member in chunk.samplers]
+        running.step += 1
+        plan = StepPlan(
+            step=running.step,
+            epoch=self._epoch,
+            seqs=draft.seqs,
+            starts=draft.starts,
+            counts=counts,
+            slots=draft.slots,
+            tokens=tokens,
+            page_rows=draft.page_rows,
+            page_ids=draft.page_ids,
+            sample_rows=sample_rows,
+            sample_seqs=sample_seqs,
+            sample_outputs=sample_outputs,
+            state_copies=draft.state_copies,
+            page_copies=draft.page_copies,
+            fork_seqs=draft.fork_seqs,
+            fork_pages=draft.fork_pages,
+            freed=running.freed,
+        )
+        running.freed = []
+        return [*draft.begun, plan], Flight(plan, rows, samplers, decoding, draft.chunks, draft.forked)
