@@ -4,6 +4,8 @@ Legend: T packed tokens, N rows, D model dim, C vocabulary.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -42,12 +44,21 @@ class Model(ABC):
         assert self.share.first == (hidden_TD is None), "hidden states come from the stage before, and only from there"
         if not self._bound:
             self.bind()
+        if context.deterministic:
+            with _one_thread():
+                return self._forward(tokens_T, context, hidden_TD)
         return self._forward(tokens_T, context, hidden_TD)
 
+    def logits(self, hidden_ND: torch.Tensor, deterministic: bool = False) -> torch.Tensor:
+        """Logits [N, C] in fp32 of rows of the last stage's hidden states. ``deterministic``: the rows are a whole
+        tile, and each one's bits depend on nothing but itself and its place in the tile."""
+        if deterministic:
+            with _one_thread():
+                return self._logits(hidden_ND)
+        return self._logits(hidden_ND)
+
     @abstractmethod
-    def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
-        """Logits [N, C] in fp32 of rows of the last stage's hidden states. For equal bits call it with equal N and
-        the same row index (deterministic mode: the whole tile)."""
+    def _logits(self, hidden_ND: torch.Tensor) -> torch.Tensor: ...
 
     @abstractmethod
     def _bind_layers(self) -> None: ...
@@ -56,3 +67,15 @@ class Model(ABC):
     def _forward(
         self, tokens_T: torch.Tensor, context: StepContext, hidden_TD: torch.Tensor | None
     ) -> torch.Tensor: ...
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Matrix products choose other kernels for other shares of their rows: with one thread the bits of a tile do not
+    depend on how many there are."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

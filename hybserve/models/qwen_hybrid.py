@@ -112,6 +112,6 @@ class QwenHybrid(Model):
             hidden_TD = layer(hidden_TD, context, tables)
         return hidden_TD if self._norm is None else self._norm(hidden_TD)
 
-    def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+    def _logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         assert self._head is not None, "only the last stage has logits"
         return self._head(hidden_ND)

@@ -95,7 +95,7 @@ class ChatTemplates:
             parts.append(piece)
             size += len(piece)
             if size > self._limit:
-                raise too_many_bytes(size, self._limit, self._context)
+                raise too_many_bytes(size, self._limit, self._context, "messages")
         return "".join(parts)
 
 

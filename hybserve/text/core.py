@@ -178,19 +178,19 @@ class TextCore:
                     "This server does not take chat templates from requests (text.allow_request_template).",
                     "chat_template",
                 )
-            self._check_size(len(prompt.messages_json), 2 * self._limit + _JSON_SLACK)
+            self._check_size(len(prompt.messages_json), 2 * self._limit + _JSON_SLACK, "messages")
             return None
         if len(prompt.text) > INLINE_TEXT:
-            self._check_size(len(prompt.text), self._limit)
+            self._check_size(len(prompt.text), self._limit, "prompt")
             return None
         started = self._clock()
         ids = self._tokenizer.encode(prompt.text, add_special_tokens)
         self._encode_seconds.observe(self._clock() - started)
         return ids
 
-    def _check_size(self, size: int, limit: int) -> None:
+    def _check_size(self, size: int, limit: int, param: str) -> None:
         if size > limit:
-            raise too_many_bytes(size, limit, self._facts.max_seq_len)
+            raise too_many_bytes(size, limit, self._facts.max_seq_len, param)
 
     def _generate(self, request: Request, ids: list[int]) -> None:
         """Check the encoded prompt and hand it to the scheduler. Raises RequestError."""

@@ -79,9 +79,11 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     vocab_size: int
     eos_ids: tuple[int, ...]
     max_seq_len: int
+    log_level: log.Level = "info"
+    log_format: log.Format = "auto"
     memory: int = 4 << 30
-    deadline: float = 5.0  # seconds a job may take …
-    deadline_per_mib: float = 3.0  # … and more for every MiB of input
+    deadline: float = 10.0  # seconds a job may take …
+    deadline_per_mib: float = 15.0  # … and more for every MiB of input
 
 
 class Worker:

@@ -78,7 +78,7 @@ class TextRole:
             facts, tokenizer, self._deployment.text.allow_request_template, lambda: random.getrandbits(63)
         )
         self._core.apis = set(self._apis)
-        self._worker = Worker(_worker_settings(facts), self._from_worker)
+        self._worker = Worker(_worker_settings(self._deployment, facts), self._from_worker)
         _settle_memory()
         control = asyncio.create_task(self._read_control())
         tasks = [
@@ -196,8 +196,9 @@ async def _until_done(control: asyncio.Task[None], tasks: Sequence[asyncio.Task[
             task.result()
 
 
-def _worker_settings(facts: ServingFacts) -> WorkerSettings:
-    return WorkerSettings(facts.model_dir, facts.vocab_size, facts.eos_ids, facts.max_seq_len)
+def _worker_settings(deployment: Deployment, facts: ServingFacts) -> WorkerSettings:
+    logs = deployment.log
+    return WorkerSettings(facts.model_dir, facts.vocab_size, facts.eos_ids, facts.max_seq_len, logs.level, logs.format)
 
 
 def _settle_memory() -> None:

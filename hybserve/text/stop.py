@@ -51,7 +51,7 @@ class StopStrings:
         return self.next[state].get(character, 0)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)
 def stop_strings(strings: tuple[str, ...]) -> StopStrings:
     """Compiled and remembered: requests of one client carry the same list."""
     return StopStrings(strings)

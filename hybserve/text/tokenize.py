@@ -7,6 +7,7 @@ tokenizers without that file).
 """
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from hybserve.core.errors import ErrorBody, ModelError, RequestError, invalid_value
+
+_log = logging.getLogger("hybserve.text")
 
 #: The named special tokens that chat templates may use as variables.
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -40,9 +43,15 @@ class Tokenizer:
     chat_templates: dict[str, str]  # "default" and others by name, as the directory holds them
 
     def encode(self, text: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
-        """Token ids of ``text``; ``param`` names the text in a refusal. Raises RequestError on lone surrogates."""
+        """Token ids of ``text``; ``param`` names the text in a refusal. Raises RequestError."""
         refuse_surrogates(text, param)
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises bare Exception, and its panics are not even that
+            _log.exception("the tokenizer failed on a text of %d characters", len(text))
+            raise invalid_value(f"The tokenizer cannot encode {param}.", param) from error
         return ids
 
     def byte_limit(self, context: int) -> int:
@@ -58,12 +67,12 @@ def refuse_surrogates(text: str, param: str) -> None:
         raise invalid_value(f"{param} holds half a surrogate pair at character {error.start}.", param) from None
 
 
-def too_many_bytes(size: int, limit: int, context: int) -> RequestError:
+def too_many_bytes(size: int, limit: int, context: int, param: str = "prompt") -> RequestError:
     message = (
         f"This model's maximum context length is {context} tokens; the prompt has {size} bytes, more than the {limit} "
         "bytes that such a context can hold. Shorten the prompt."
     )
-    return RequestError(ErrorBody(message, "invalid_request_error", "context_length_exceeded", "prompt", 400))
+    return RequestError(ErrorBody(message, "invalid_request_error", "context_length_exceeded", param, 400))
 
 
 def load_tokenizer(model_dir: Path, vocab_size: int, eos_ids: tuple[int, ...] = ()) -> Tokenizer:

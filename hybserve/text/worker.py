@@ -15,8 +15,9 @@ from pathlib import Path
 
 import msgspec
 
-from hybserve.core.errors import EXIT_FATAL, HybserveError, RequestError, invalid_value
+from hybserve.core.errors import EXIT_FATAL, HybserveError, RequestError, engine_error, invalid_value
 from hybserve.core.messages import ChatPrompt
+from hybserve.observe import log
 from hybserve.text.chat import ChatTemplates
 from hybserve.text.detokenize import Detokenizer
 from hybserve.text.jobs import (
@@ -59,11 +60,14 @@ class Workshop:
                 case Encode():
                     return Encoded(job.job, self._encode(job))
                 case Decode():
-                    return Decoded(job.job, self._detokenizer.decode(job.ids))
+                    return Decoded(job.job, self._detokenizer.decode(job.ids, skip_special=False))
         except RequestError as error:
             return Refused(job.job, error.body)
         except MemoryError:
             return Refused(job.job, invalid_value("The prompt needs too much memory to prepare.").body)
+        except Exception:
+            _log.exception("a prompt could not be prepared")
+            return Refused(job.job, engine_error("The prompt could not be prepared.").body)
 
     def _encode(self, job: Encode) -> list[int]:
         if isinstance(job.prompt, ChatPrompt):
@@ -76,6 +80,7 @@ class Workshop:
 
 def main(fd: int, settings: WorkerSettings) -> None:
     _die_with_parent()
+    log.setup("text", settings.log_level, settings.log_format)
     incoming: Codec[Job] = Codec(Job)
     outgoing: Codec[FromWorker] = Codec(FromWorker)
     channel = Channel(socket.socket(fileno=fd), incoming, outgoing)

@@ -173,3 +173,14 @@ def test_templates_from_files_win(tmp_path: Path, model_dirs: dict[str, Path]) -
     (tmp_path / "m" / "additional_chat_templates").mkdir()
     (tmp_path / "m" / "additional_chat_templates" / "rag.jinja").write_text("d")
     assert load_tokenizer(tmp_path / "m", 1024).chat_templates == {"default": "c", "rag": "d"}
+
+
+def test_F26_a_text_that_the_library_cannot_encode(tmp_path: Path) -> None:
+    """A vocabulary without an unknown token: the library raises, the request is refused."""
+    model = {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "[UNK]"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    tokenizer = load_tokenizer(tmp_path, 8)
+    assert tokenizer.encode("a", True) == [0]
+    with pytest.raises(RequestError) as caught:
+        tokenizer.encode("zzz", True)
+    assert (caught.value.body.status, caught.value.body.param) == (400, "prompt")

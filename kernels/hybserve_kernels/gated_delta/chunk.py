@@ -55,7 +55,7 @@ def _tiles(
     heads, value_dim = v_TUV.shape[1:]
     tiles, group = tokens // size, heads // key_heads
     q_nIcK = q_TIK.reshape(tiles, size, key_heads, key_dim).transpose(1, 2)
-    k_nIcK = k_TIK.reshape(tiles, size, key_heads, key_dim).transpose(1, 2).contiguous()
+    k_nIcK = k_TIK.reshape(tiles, size, key_heads, key_dim).transpose(1, 2)
     v_nUcV = v_TUV.reshape(tiles, size, heads, value_dim).transpose(1, 2)
     beta_nUc = beta_TU.reshape(tiles, size, heads).transpose(1, 2)
     sums_nUc = g_TU.reshape(tiles, size, heads).transpose(1, 2).cumsum(-1)
@@ -70,15 +70,17 @@ def _tiles(
     system_nUcc = system_nUcc.view(tiles, heads, size, size)
 
     fall_nUc = sums_nUc.exp()
-    spread = (tiles, key_heads, group, size, key_dim)
-    k_nUcK = k_nIcK[:, :, None].expand(spread).reshape(tiles, heads, size, key_dim)
-    q_nUcK = q_nIcK[:, :, None].expand(spread).reshape(tiles, heads, size, key_dim).mul_(fall_nUc[..., None])
-    given = torch.cat((v_nUcV, k_nUcK * fall_nUc[..., None]), dim=-1).mul_(beta_nUc[..., None])
+    keep_nUc = (sums_nUc[..., -1:] - sums_nUc).exp_()
+
+    def per_head(x_nIcK: torch.Tensor, factor_nUc: torch.Tensor) -> torch.Tensor:
+        spread = x_nIcK[:, :, None] * factor_nUc.reshape(tiles, key_heads, group, size, 1)
+        return spread.view(tiles, heads, size, key_dim)
+
+    given = torch.cat((v_nUcV, per_head(k_nIcK, fall_nUc)), dim=-1).mul_(beta_nUc[..., None])
     solved = torch.linalg.solve_triangular(system_nUcc, given, upper=False, unitriangular=True)
-    own_nUcV, reads_nUcK = solved.split((value_dim, key_dim), dim=-1)
-    reading = torch.cat((reads_nUcK, q_nUcK), dim=2)
-    keep = (sums_nUc[..., -1:] - sums_nUc).exp_()
-    writing_nUKc = k_nUcK.mul_(keep[..., None]).transpose(-1, -2)
+    own_nUcV, reads_nUcK = solved.split_with_sizes((value_dim, key_dim), dim=-1)
+    reading = torch.cat((reads_nUcK, per_head(q_nIcK, fall_nUc)), dim=2)
+    writing_nUKc = per_head(k_nIcK, keep_nUc).transpose(-1, -2)
     last = fall_nUc[..., -1:, None]
 
     out = torch.empty(tiles, size, heads, value_dim, dtype=v_TUV.dtype)
