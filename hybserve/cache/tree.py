@@ -52,6 +52,11 @@ class Lease:
     def __init__(self, node: Node) -> None:
         self.node = node
 
+    @property
+    def end(self) -> int:
+        """Tokens that the lease covers."""
+        return self.node.end
+
 
 class PrefixTree:
     """``stateful``: the model has recurrent layers, so a hit needs a checkpoint exactly at its end.
@@ -205,38 +210,51 @@ class PrefixTree:
 
     # publishing
 
-    def publish(self, lease: Lease, tokens: Sequence[int], pages: Sequence[int], end: int) -> list[int]:
-        """Make KV up to ``end`` (a page multiple) matchable and move the lease there.
+    def publish(self, lease: Lease, tokens: Sequence[int], pages: Sequence[int]) -> list[int]:
+        """Make the KV of ``tokens`` (whole pages, they follow the lease's end) in ``pages`` matchable, and move the
+        lease to their end.
 
-        ``tokens`` [0, end) and ``pages`` (the sequence's block table) describe the prefix. Ledger, from the lease's
-        end: [lease end, known) is in the tree already: the tree keeps its pages, the sequence its own copies;
-        [known, end) becomes the tree's. Returns the page ids that changed owner.
+        Ledger, counted from the lease's end: [0, known) is in the tree already: the tree keeps its pages and the
+        sequence its own copies; [known, end) becomes the tree's. Returns the page ids that changed owner.
         """
         page = self.page_size
-        assert end % page == 0, "only whole pages are published"
-        node = lease.node
-        depth = node.end
-        tokens = tuple(tokens[:end])
+        assert len(tokens) == len(pages) * page, "only whole pages are published"
+        node, at, run = lease.node, 0, tuple(tokens)
         moved: list[int] = []
-        while depth < end:
-            child = node.children.get(tokens[depth : depth + page])
+        while at < len(run):
+            child = node.children.get(run[at : at + page])
             if child is None:
-                run = tokens[depth:end]
-                moved = list(pages[depth // page : end // page])
-                child = Node(node, depth, run, moved, chain(node.end_hash, run, page))
-                node.children[run[:page]] = child
+                moved = list(pages[at // page :])
+                rest = run[at:]
+                child = Node(node, node.end, rest, moved, chain(node.end_hash, rest, page))
+                node.children[rest[:page]] = child
                 self._nodes += 1
                 self._cached_pages += len(moved)
-                node, depth = child, end
+                node, at = child, len(run)
                 continue
-            same = _common_pages(child.tokens, tokens, depth, min(len(child.tokens), end - depth), page) * page
-            node = child if same == len(child.tokens) else self._split(child, depth + same)
-            depth = node.end
+            same = _common_pages(child.tokens, run, at, min(len(child.tokens), len(run) - at), page) * page
+            node = child if same == len(child.tokens) else self._split(child, child.start + same)
+            at += same
         self._count(node, lease.node, +1)
         lease.node = node
         if moved:
             self._revalue_run(node)
         return list(moved)
+
+    def follow(self, lease: Lease, other: Lease, position: int) -> None:
+        """Move ``lease`` down the path of ``other`` to ``position``; it must stand on that path, above it."""
+        node = self.node_at(other, position)
+        if position < node.end:
+            node = self._split(node, position)
+        self._count(node, lease.node, +1)
+        lease.node = node
+
+    def clone(self, lease: Lease) -> Lease:
+        """One more lease on the same path."""
+        copy = Lease(lease.node)
+        self.leases.add(copy)
+        self._count(copy.node, None, +1)
+        return copy
 
     def attach(self, lease: Lease, position: int, slot: int) -> bool:
         """Publish an acknowledged state at ``position`` on the lease's path. False (slot not taken) if there is one."""
@@ -267,15 +285,17 @@ class PrefixTree:
         node = self.node_at(lease, position)
         return node.end == position and node.checkpoint is not None
 
-    def drop_unused(self, lease: Lease, position: int, fence: int) -> None:
-        """Free a checkpoint at ``position`` that nobody has used and no copy reads: a newer one has replaced it."""
-        if position > lease.node.end:
-            return
+    def drop_unused(self, lease: Lease, position: int, fence: int) -> bool:
+        """Free the checkpoint at ``position`` if nobody has used it and no copy reads it: a newer one replaces it."""
+        if not self.has_checkpoint(lease, position):
+            return False
         node = self.node_at(lease, position)
         checkpoint = node.checkpoint
-        if node.end == position and checkpoint is not None and checkpoint.pins == 0 and checkpoint.uses == 0:
-            self._drop_state(node, fence)
-            node.lost = Lost.NEVER
+        if checkpoint is None or checkpoint.pins or checkpoint.uses:
+            return False
+        self._drop_state(node, fence)
+        node.lost = Lost.NEVER
+        return True
 
     # evicting
 

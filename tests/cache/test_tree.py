@@ -25,7 +25,7 @@ class World:
         lease = self.tree.lease(key, self.tree.match(key, tokens))
         hit = lease.node.end
         own = self.pages.take((end - hit) // PAGE)
-        moved = self.tree.publish(lease, tokens, self.tree.pages_of(lease) + own, end) if end > hit else []
+        moved = self.tree.publish(lease, tokens[hit:end], own)
         self.pages.free(set(own) - set(moved), 0)
         for position in checkpoints:
             slot = self.slots.take(1)
@@ -108,8 +108,8 @@ def test_duplicate_publish_keeps_the_tree_page() -> None:
     first = world.tree.lease(KEY, world.tree.match(KEY, run(1, 2)))
     second = world.tree.lease(KEY, world.tree.match(KEY, run(1, 2)))
     mine, yours = world.pages.take(2), world.pages.take(2)
-    assert world.tree.publish(first, run(1, 2), mine, 8) == mine
-    assert world.tree.publish(second, run(1, 2), yours, 8) == []
+    assert world.tree.publish(first, run(1, 2), mine) == mine
+    assert world.tree.publish(second, run(1, 2), yours) == []
     assert world.tree.pages_of(second) == mine
     world.check({"second": yours})
 

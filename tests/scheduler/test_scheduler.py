@@ -448,7 +448,7 @@ def test_timing_is_in_milliseconds_and_adds_up() -> None:
     assert timing.queue == 1000
     assert timing.ttft == timing.queue + timing.prefill
     assert timing.decode == 1500
-    assert rig.finished[2].cache.reason == "cold"
+    assert rig.finished[2].cache.reason == "off"
 
 
 def test_peer30_peer31_peer32_peer40_the_floor_carries_max_running_sequences() -> None:

@@ -72,6 +72,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.draining = False
         self.expected: dict[int, list[list[int]]] = {}
 
+    salt = ""
+    anchors: tuple[int, ...] = ()
+
+    def ids(self, length: int) -> int | list[int]:
+        """The prompt of the next request: its length, or its tokens."""
+        return length
+
     def _evil(self, plan: StepPlan, runner: TattletaleRunner) -> StepFailed | None:
         if not self.fail_next or not plan.seqs:
             return None
@@ -94,7 +101,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.uid += 1
         max_tokens = min(budget, LONGEST - prompt)
         self.rig.ask(
-            self.uid, prompt, max_tokens, n, priority, 4.0 if timed else 0.0,
+            self.uid, self.ids(prompt), max_tokens, n, priority, 4.0 if timed else 0.0, self.salt, self.anchors,
             stop_ids=stops, temperature=0.0 if greedy else 1.0, presence_penalty=0.1 * (self.uid % 2),
         )  # fmt: skip
         if self.uid in self.rig.failed:
@@ -184,7 +191,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for uid, failed in self.rig.failed.items():
             allowed = {"queue_full", "exceeds_capacity", "draining"}
             allowed |= {"timeout"} if uid in self.timed else set()
-            allowed |= {"engine_error"} if uid in self.broken else set()
+            allowed |= {"engine_error", "numerical_error"} if uid in self.broken else set()
             assert failed.error.code in allowed, failed
         assert not self.cancelled & {*self.rig.finished, *self.rig.failed}, "a terminal event after a cancellation"
 
