@@ -214,6 +214,9 @@ class TattletaleRunner:
         done = self._sample(plan, ends, prompt_logprobs)
         positions = [self.exported.pop(slot) for slot in plan.export_slots]
         finite = [(seq, at) not in self.bad_states for seq, at in self._names(plan)]
+        for slot, sound in zip(plan.export_slots, finite, strict=True):
+            if not sound:
+                self.slots[slot] = mix(_POISON ^ slot)
         return msgspec.structs.replace(done, export_positions=positions, export_finite=finite)
 
     def _names(self, plan: StepPlan) -> list[tuple[int, int]]:

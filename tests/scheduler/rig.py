@@ -97,11 +97,36 @@ class Rig:
         self.planned = _PLANS.encode(frame)
         plan = frame[-1]
         assert isinstance(plan, StepPlan)
+        self._check_writes(plan)
         running = self.scheduler.running
         free = running.pages.free_ids(), running.slots.free_ids()
         self.runner.condemn(plan, free[0] - self.poisoned[0], free[1] - self.poisoned[1])
         self.poisoned = free
         return plan
+
+    def _check_writes(self, plan: StepPlan) -> None:
+        """No row writes into a page that the tree owns."""
+        page, gaps = self.limits.page_size, dict(zip(plan.gap_rows, plan.gap_ends, strict=True))
+        running = self.scheduler.running
+        cached = {index for node in running.prefix.tree.all_nodes() for index in node.pages}
+        by_index = {sequence.index: sequence for sequence in running.sequences if sequence.started}
+        for row, (seq, start, count) in enumerate(zip(plan.seqs, plan.starts, plan.counts, strict=True)):
+            table, first = by_index[seq].table, max(start, gaps.get(row, 0))
+            written = {table[position // page] for position in range(first, start + count)}
+            assert not written & cached, f"row {row} writes into pages {written & cached} of the tree"
+
+    def common(self, uid: int) -> int:
+        """The longest prefix that the prompt shares with anything computed before under its salt."""
+        mine, most = self.asked[uid], 0
+        for other, asked in self.asked.items():
+            if asked.cache_salt != mine.cache_salt:
+                continue
+            for choice in range(asked.n):
+                known = asked.prompt + (self.tokens.get((other, choice), []) if other != uid else [])
+                if other != uid:
+                    same = [a == b for a, b in zip(known, mine.prompt, strict=False)]
+                    most = max(most, same.index(False) if False in same else len(same))
+        return most
 
     def launch(self) -> None:
         assert self.planned is not None
