@@ -1,8 +1,8 @@
 """HTTP load against any OpenAI-compatible server: TTFT, ITL, TPOT, whole latency and throughput, as JSON.
 
-    python -m bench.serve --url http://127.0.0.1:8000 --concurrency 64 --requests 512 --input 512 --output 128
-    python -m bench.serve --url ... --rate 20          open loop: Poisson arrivals, latencies from the intended start
-    python -m bench.serve                              starts `hybserve serve` with its default model first
+    python -m bench serve --url http://127.0.0.1:8000 --concurrency 64 --requests 512 --input 512 --output 128
+    python -m bench serve --url ... --rate 20          open loop: Poisson arrivals, latencies from the intended start
+    python -m bench serve                              starts `hybserve serve` with its default model first
 
 Output lengths are fixed with ``ignore_eos``. Prompts are random token ids (completions) or random words (chat, or a
 server whose vocabulary is not known), so no two share a prefix. A run whose client took more than 80 % of a core is
@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import json
 import os
-import platform
 import random
 import socket
 import subprocess
@@ -22,24 +21,20 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from bench import RESULTS, ROOT, circumstances, percentile
 from bench.http_client import Client, Reply
 
-ROOT = Path(__file__).parents[1]
-RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("uvicorn", "starlette", "h11", "msgspec", "torch")
 MAX_CLIENT_CPU = 0.8
 PERCENTILES = (50, 90, 95, 99)
 _SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvwxz" for vowel in "aeiou"]
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench.serve", description="HTTP load generator.")
+    parser = argparse.ArgumentParser(prog="bench serve", description="HTTP load generator.")
     parser.add_argument("--url", help="server to load; without it one is started with its default model")
     parser.add_argument("--model", help="name to send (default: the first of /v1/models)")
     parser.add_argument("--api", choices=("completions", "chat"), default="completions")
@@ -139,21 +134,13 @@ async def open_loop(
 # what came back
 
 
-def percentile(values: list[float], percent: float) -> float:
-    """Of sorted values, with linear interpolation between neighbours."""
-    position = (len(values) - 1) * percent / 100
-    low = int(position)
-    high = min(low + 1, len(values) - 1)
-    return values[low] + (values[high] - values[low]) * (position - low)
-
-
 def spread(seconds: list[float]) -> dict[str, float] | None:
     """Mean, percentiles and maximum in milliseconds."""
     if not seconds:
         return None
     values = sorted(value * 1000 for value in seconds)
     table = {"mean": sum(values) / len(values), "max": values[-1]}
-    table |= {f"p{percent}": percentile(values, percent) for percent in PERCENTILES}
+    table |= {f"p{percent}": percentile(values, percent / 100) for percent in PERCENTILES}
     return {key: round(value, 3) for key, value in table.items()}
 
 
@@ -235,48 +222,20 @@ async def run_load(options: argparse.Namespace, url: str) -> dict[str, Any]:
     }
 
 
-def environment() -> dict[str, Any]:
-    """Where and with what a result was measured."""
-    versions = {"python": platform.python_version()}
-    for name in ("hybserve", "torch", "uvicorn", "starlette", "h11", "msgspec"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", "-m", "bench.serve", *sys.argv[1:]]),
-        "git": _output("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"),
-        "hardware": {
-            "machine": platform.machine(),
-            "cpu": _cpu_name(),
-            "cores": psutil.cpu_count(),
-            "memory_bytes": psutil.virtual_memory().total,
-            "gpu": _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader"),
-        },
-        "versions": versions,
-    }
-
-
-def _output(*command: str) -> str | None:
+def _gpu() -> str | None:
+    command = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip() or None
     except (OSError, subprocess.SubprocessError):
         return None
 
 
-def _cpu_name() -> str | None:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or None
-
-
 @contextlib.contextmanager
-def own_server(options: argparse.Namespace) -> Iterator[str]:
+def own_server() -> Iterator[str]:
     """`hybserve serve` with its default model on a free port; its URL, once it is ready."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "hybserve", "serve", "--set", f"server.port={port}"]
+    command = [sys.executable, "-m", "hybserve", "serve", "--set", f"server.port={port}", "--set", "log.level=warning"]
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=ROOT, env={**os.environ, "PYTHONPATH": path})
     url = f"http://127.0.0.1:{port}"
@@ -318,8 +277,10 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code 0 for a valid run without failures."""
     options = arguments(argv)
     with contextlib.ExitStack() as stack:
-        url = (options.url or stack.enter_context(own_server(options))).rstrip("/").removesuffix("/v1")
-        report = {"name": "serve", **environment(), **asyncio.run(run_load(options, url))}
+        url = (options.url or stack.enter_context(own_server())).rstrip("/").removesuffix("/v1")
+        figures = asyncio.run(run_load(options, url))
+    command = ["python", "-m", "bench", "serve", *(sys.argv[1:] if argv is None else argv)]
+    report = {"bench": "serve", **circumstances(command, PACKAGES), "gpu": _gpu(), **figures}
     show(report)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -71,6 +71,11 @@ def too_many_connections() -> RequestError:
     return RequestError(ErrorBody(message, "server_error", "queue_full", None, 503, 1))
 
 
+def too_many_bodies() -> RequestError:
+    message = "The server is receiving as much request data as it can hold; try again shortly."
+    return RequestError(ErrorBody(message, "server_error", "queue_full", None, 503, 1))
+
+
 def internal() -> RequestError:
     message = "The server failed on this request; the cause is in its log."
     return RequestError(ErrorBody(message, "server_error", "engine_error", None, 500))

@@ -6,10 +6,8 @@ import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeAlias
 
-from hybserve.api.errors import body_too_large, error_headers, error_json, header_value, too_slow
-from hybserve.api.jsonbody import LARGE_BODY, parse_object
-from hybserve.api.settings import ApiSettings
-from hybserve.core.errors import ErrorBody, invalid_value
+from hybserve.api.errors import error_headers, error_json, header_value
+from hybserve.core.errors import ErrorBody
 from hybserve.core.types import CacheTruth, Timing
 
 Scope: TypeAlias = MutableMapping[str, Any]
@@ -21,6 +19,8 @@ Headers: TypeAlias = list[tuple[bytes, bytes]]
 JSON: tuple[bytes, bytes] = (b"content-type", b"application/json")
 
 
+#: Key of the scope under which the protocol offers ``write_chunk(data) -> bool``, a short way for streams.
+WRITE_CHUNK = "hybserve.write_chunk"
 #: Refusals after which the rest of the request is of no use: the connection ends with them.
 CLOSING = frozenset({408, 413, 414, 415, 431})
 
@@ -102,40 +102,3 @@ async def _drop_body(receive: Receive, linger: float) -> None:
                 pass
     except TimeoutError:
         return
-
-
-async def read_object(scope: Scope, receive: Receive, settings: ApiSettings) -> dict[str, Any]:
-    """The JSON object in the body. Raises RequestError (400, 408, 413) or ClientGone."""
-    raw = await _read_body(scope, receive, settings)
-    if len(raw) > LARGE_BODY:
-        return await asyncio.to_thread(parse_object, raw)
-    return parse_object(raw)
-
-
-async def _read_body(scope: Scope, receive: Receive, settings: ApiSettings) -> bytes:
-    for value in header(scope, b"content-length"):
-        if not value.isdigit():
-            raise invalid_value("Content-Length is not a number.")
-        if len(value) > 18 or int(value) > settings.max_body:
-            raise body_too_large(settings.max_body)
-    try:
-        async with asyncio.timeout(settings.body_timeout):
-            return await _collect(receive, settings.max_body)
-    except TimeoutError:
-        raise too_slow(settings.body_timeout) from None
-
-
-async def _collect(receive: Receive, limit: int) -> bytes:
-    chunks: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        chunk = message.get("body", b"")
-        size += len(chunk)
-        if size > limit:
-            raise body_too_large(limit)
-        chunks.append(chunk)
-        if not message.get("more_body", False):
-            return b"".join(chunks)

@@ -68,7 +68,8 @@ class Front:
         except ClientGone:
             raise
         except RequestError as error:
-            await send_error(scope, receive, send, error.body, linger=self._settings.linger)
+            extra = [(b"connection", b"close")] if _is_over_limit(scope) else None
+            await send_error(scope, receive, send, error.body, extra, linger=self._settings.linger)
         except HTTPException as error:
             await self._routing_error(scope, receive, send, error)
         except Exception:
@@ -88,7 +89,7 @@ class Front:
         for value in header(scope, b"x-request-id")[:1]:
             exchange.request_id = usable_request_id(value) or exchange.request_id
         exchange.tenant = authorise(scope, settings.key_digests)
-        if (scope.get("state") or {}).get("over_limit") and scope["path"] not in OPEN_PATHS | LOCAL_PATHS:
+        if _is_over_limit(scope) and scope["path"] not in OPEN_PATHS | LOCAL_PATHS:
             raise too_many_connections()
         if any(value.strip().lower() not in (b"", b"identity") for value in header(scope, b"content-encoding")):
             raise encoding_unsupported()
@@ -132,6 +133,11 @@ class Front:
             method=scope["method"],
             seconds=round(seconds, 4),
         )
+
+
+def _is_over_limit(scope: Scope) -> bool:
+    """Whether the protocol marked this connection as one too many."""
+    return bool((scope.get("state") or {}).get("over_limit"))
 
 
 class _Sender:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import socket
@@ -57,25 +58,37 @@ class ApiRole:
         self.server = Server(server_config(app, settings, self.metrics))
 
     async def serve(self, sockets: Sequence[socket.socket]) -> None:
-        """Until the parent says Stop, or Drain and the drain is over."""
-        tasks = [asyncio.create_task(work) for work in (self.bridge.run(), self.bridge.ping(), self._beat())]
+        """Until the parent says Stop, or Drain and the drain is over. What fails in the background ends the role."""
         http = asyncio.create_task(self.server.serve(sockets=list(sockets)))
+        background = {asyncio.create_task(work) for work in (self.bridge.run(), self.bridge.ping(), self._beat())}
+        stopped = asyncio.create_task(self._until_stopped())
         try:
-            while not self.server.started and not http.done():
-                await asyncio.sleep(0.005)
-            self._control.send([Ready(ROLE)])
-            await self._until_stopped()
+            await self._watch(stopped, background | {http, asyncio.create_task(self._announce())})
         finally:
             self.status.stopping = True
             self.server.should_exit = True
             await self._farewell(http)
-            for task in tasks:
+            for task in (*background, stopped):
                 task.cancel()
 
+    async def _watch(self, stopped: asyncio.Task[None], work: set[asyncio.Task[None]]) -> None:
+        """Until ``stopped``; raises what any of ``work`` raises. Work may end (the link to text, when it is lost)."""
+        while not stopped.done():
+            done, _ = await asyncio.wait({stopped, *work}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            work -= done
+
+    async def _announce(self) -> None:
+        """Tell the parent once the socket is served."""
+        while not self.server.started:
+            await asyncio.sleep(0.005)
+        gc.collect()
+        gc.freeze()  # what is here stays; full collections must not walk it while streams wait
+        self._control.send([Ready(ROLE)])
+
     async def _until_stopped(self) -> None:
-        orders = asyncio.create_task(self._next_order())
-        order = await orders
-        if order is not Drain:
+        if await self._next_order() is not Drain:
             self._end_all(unavailable("draining", "The server was stopped before this request was finished.").body)
             return
         logger.info("draining: %d requests in flight", self.bridge.in_flight)
@@ -105,9 +118,7 @@ class ApiRole:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.bridge.idle(), FAREWELL)
         self.server.force_exit = True
-        done, _ = await asyncio.wait((http,), timeout=FAREWELL)
-        if http in done and http.exception() is not None:
-            raise http.exception() or RuntimeError
+        await asyncio.wait((http,), timeout=FAREWELL)
         http.cancel()
 
     async def _beat(self) -> None:

@@ -7,7 +7,7 @@ uvicorn keeps a silent connection for ever and answers in plain text.
 
 import asyncio
 import logging
-from typing import Any
+from typing import Any, cast
 
 import h11
 from uvicorn.config import Config
@@ -15,6 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from hybserve.api.errors import bad_request, error_json, headers_too_large, url_too_long
+from hybserve.api.exchange import WRITE_CHUNK, Scope
 from hybserve.api.settings import ApiSettings
 from hybserve.core.errors import RequestError
 from hybserve.observe.metrics import Metrics
@@ -68,6 +69,22 @@ class LimitedProtocol(H11Protocol):
         super().data_received(data)
         if self._busy():
             self._disarm()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self._busy():
+            cast(Scope, self.cycle.scope).setdefault(WRITE_CHUNK, self.write_chunk)
+
+    def write_chunk(self, data: bytes) -> bool:
+        """A piece of a streamed body past uvicorn and h11, which cost more than all else that a token costs here.
+
+        False when it has to go the long way: the answer is not chunked, or the peer reads too slowly.
+        """
+        if self.flow.write_paused or self.conn.their_http_version != b"1.1":
+            return False
+        if not self.cycle.disconnected and data:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     def eof_received(self) -> None:
         """A peer that ends its side inside a request gets a 400 if its side of the body is incomplete."""

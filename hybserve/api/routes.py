@@ -1,13 +1,15 @@
 """The routes of the server. Handlers read a body, talk to text through the bridge, and answer; nothing else."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.routing import Route
 
+from hybserve.api.body import BodyReader
 from hybserve.api.bridge import Bridge, Gone, unexpected
 from hybserve.api.errors import error_headers
-from hybserve.api.exchange import ClientGone, Receive, Scope, Send, exchange_of, read_object, send_json
+from hybserve.api.exchange import ClientGone, Receive, Scope, Send, exchange_of, send_json
 from hybserve.api.front import Handler
 from hybserve.api.generation import generate, open_call
 from hybserve.api.metrics import CONTENT_TYPE, render_metrics
@@ -18,6 +20,8 @@ from hybserve.core.messages import Detokenize, Detokenized, Failed, Tokenize, To
 from hybserve.core.types import ServingFacts
 from hybserve.observe.metrics import Metrics
 
+T = TypeVar("T")
+
 
 class Routes:
     """All handlers over one bridge."""
@@ -27,6 +31,7 @@ class Routes:
         self._settings = settings
         self._bridge = bridge
         self._metrics = metrics
+        self._bodies = BodyReader(settings)
         self._schema = Schema(facts, allow_request_template=settings.allow_request_template)
 
     def table(self) -> list[Route]:
@@ -46,19 +51,17 @@ class Routes:
     # generation
 
     async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await self._body(scope, receive)
-        order = self._schema.chat(body)
+        order = await self._body(scope, receive, self._schema.chat)
         await generate(order, self._bridge, scope, receive, send, self._settings.request_timeout)
 
     async def completions(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await self._body(scope, receive)
-        order = self._schema.completion(body)
+        order = await self._body(scope, receive, self._schema.completion)
         await generate(order, self._bridge, scope, receive, send, self._settings.request_timeout)
 
     # text
 
     async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
-        prompt, specials, strs = self._schema.tokenize(await self._body(scope, receive))
+        prompt, specials, strs = await self._body(scope, receive, self._schema.tokenize)
         reply = await self._ask(receive, lambda uid: Tokenize(uid, prompt, specials, strs))
         if not isinstance(reply, Tokenized):
             raise RequestError(unexpected(reply))
@@ -71,7 +74,7 @@ class Routes:
         await send_json(scope, send, msgspec.json.encode(body))
 
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
-        ids = self._schema.detokenize(await self._body(scope, receive))
+        ids = await self._body(scope, receive, self._schema.detokenize)
         reply = await self._ask(receive, lambda uid: Detokenize(uid, ids))
         if not isinstance(reply, Detokenized):
             raise RequestError(unexpected(reply))
@@ -89,9 +92,9 @@ class Routes:
                 raise RequestError(reply.error)
         return reply
 
-    async def _body(self, scope: Scope, receive: Receive) -> dict[str, Any]:
+    async def _body(self, scope: Scope, receive: Receive, build: Callable[[dict[str, Any]], T]) -> T:
         self._bridge.status.admit()
-        return await read_object(scope, receive, self._settings)
+        return await self._bodies.read(scope, receive, build)
 
     # facts
 

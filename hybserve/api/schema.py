@@ -218,9 +218,9 @@ class Schema:
     def _tokens(self, ids: list[Any], param: str) -> TokenPrompt:
         if not ids:
             raise invalid_value(f"{param} must not be empty.", param)
-        self._check_ids(ids, param)
         if len(ids) >= self._facts.max_seq_len:
             raise context_length_exceeded(self._facts.max_seq_len, len(ids), 1)
+        self._check_ids(ids, param)
         return TokenPrompt(ids)
 
     def _check_ids(self, ids: list[Any], param: str) -> None:

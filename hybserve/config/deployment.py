@@ -43,6 +43,9 @@ def _names(value: object) -> object:
     return names
 
 
+_NAMES_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+
+
 def _dtype_schema(*names: str) -> WithJsonSchema:
     return WithJsonSchema({"enum": [*names, *(short for short, name in _DTYPE_NAMES.items() if name in names)]})
 
@@ -55,9 +58,9 @@ class ModelSection(Section):
     path: str | None = Field(
         default=None,
         min_length=1,
-        description="Model directory in Hugging Face layout; without it the embedded tiny model.",
+        description="Model directory in Hugging Face layout, from the working directory; the embedded model if unset.",
     )
-    served_name: Annotated[tuple[str, ...], BeforeValidator(_names)] = Field(
+    served_name: Annotated[tuple[str, ...], BeforeValidator(_names), WithJsonSchema(_NAMES_SCHEMA)] = Field(
         default=(),
         description="Names clients may use in `model`, the first one canonical; the directory's name if empty.",
     )
@@ -72,6 +75,10 @@ class ModelSection(Section):
     seed: Annotated[int, Quantity(INTEGER, 0, 2**63 - 1)] = Field(default=0, description="Seed of dummy weights.")
 
 
+#: So that a key pasted by mistake is refused instead of printed as a variable that is not set.
+_ENV_NAME = r"^[A-Za-z_][A-Za-z0-9_]*$"
+
+
 class ServerSection(Section):
     host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on.")
     port: Annotated[int, Quantity(INTEGER, 0, 65535)] = Field(
@@ -79,11 +86,13 @@ class ServerSection(Section):
     )
     api_key_env: str | None = Field(
         default=None,
-        min_length=1,
+        pattern=_ENV_NAME,
         description="Name of the environment variable that holds the API key clients must send.",
     )
     admin_api_key_env: str | None = Field(
-        default=None, min_length=1, description="Name of the environment variable that holds the key of admin routes."
+        default=None,
+        pattern=_ENV_NAME,
+        description="Name of the environment variable that holds the key of admin routes.",
     )
     max_queue: Annotated[int, Quantity(COUNT, 1, 1 << 20)] = Field(
         default=256, description="Requests that may wait; above it new ones are refused with 503."

@@ -178,6 +178,8 @@ def _words(detail: ErrorDetails) -> str:
             return f"must be true or false, got {given!r}"
         case "string_type":
             return f"must be text, got {given!r}; put it in quotes"
+        case "string_pattern_mismatch":  # never repeat what may be a secret
+            return "must be the name of an environment variable, not the key itself"
         case "string_too_short":
             return "must not be empty"
         case _:

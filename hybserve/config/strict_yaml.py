@@ -56,6 +56,8 @@ def read_tree(text: str, sections: frozenset[str]) -> tuple[list[Leaf], list[Fla
         return [], [Flaw("", f"not YAML: {error.problem or error.context}", mark.line + 1 if mark else 1)]
     except yaml.YAMLError as error:
         return [], [Flaw("", f"not YAML: {str(error).splitlines()[0]}", 1)]
+    except RecursionError:
+        return [], [Flaw("", "nested too deeply", 1)]
     if root is None:
         return [], []
     if not isinstance(root, yaml.MappingNode):
@@ -73,6 +75,8 @@ def read_value(text: str) -> Scalar | list[Scalar]:
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or str(error)
         raise ValueError(f"not a YAML value: {problem}") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
     return None if node is None else _value(node)
 
 

@@ -9,6 +9,7 @@ ends are always of one version (they are started by one parent). Hot messages ar
 256 decoding rows a step costs a handful of list encodes.
 """
 
+import builtins
 from typing import TypeAlias
 
 import msgspec
@@ -283,7 +284,7 @@ class TokenText(msgspec.Struct, frozen=True, array_like=True):
     text: str
     bytes: bytes
     logprob: float | None  # None for the first prompt token
-    top: tuple[tuple[str, bytes, float], ...] = ()
+    top: tuple[tuple[str, builtins.bytes, float], ...] = ()
     offset: int = 0
 
 

@@ -51,7 +51,7 @@ class Transients(msgspec.Struct, frozen=True):
     scan: int  # scratch of the recurrent scan
     logits: int
     penalties: int
-    inputs: int  # block tables, token ids, positions
+    inputs: int  # block tables, token ids, positions; hidden states received and sent by a pipeline stage
     workspaces: int  # libraries, captured graphs, collectives
     staging: int = 0  # tiers
 
@@ -94,13 +94,14 @@ def transients(
     rows, tokens = shape.max_running, shape.step_tokens
     vocab = width(share.vocab)
     several = share.stages * share.ranks > 1
+    between = 2 * tokens * spec.hidden * element if share.stages > 1 else 0
     return Transients(
         activations=_activations(spec, share, tokens, element, cuda),
         attention=0 if cuda or not attends else _attention(spec, share, shape, dtypes, page_size, pages),
         scan=_scan(spec, share, shape, element, cuda) if recurs else 0,
         logits=_logits(vocab, rows, tokens, element) if share.last else 0,
         penalties=rows * (vocab * 4 if cuda else min(vocab, shape.max_seq_len) * 24) if share.last else 0,
-        inputs=rows * pages_of(shape.max_seq_len, page_size) * 4 + tokens * 4 * 8,
+        inputs=rows * pages_of(shape.max_seq_len, page_size) * 4 + tokens * 4 * 8 + between,
         workspaces=(CUBLAS_WORKSPACE + GRAPH_MEMORY + (NCCL_BUFFERS if several else 0)) if cuda else 0,
     )
 

@@ -63,6 +63,10 @@ def _grain(value: int, unit: int) -> int:
     return max(value // grain * grain, 1)
 
 
+def _largest(works: Works, key: str, low: int, high: int, beside: dict[str, Any]) -> int | None:
+    return largest(low, high, lambda value: works({**beside, key: value}))
+
+
 def _numbers(deployment: Deployment, works: Works) -> Weighed:
     """The largest smaller value of each stated number."""
     engine, page = deployment.engine, deployment.cache.page_size
@@ -74,7 +78,7 @@ def _numbers(deployment: Deployment, works: Works) -> Weighed:
         stated, key = getattr(engine, name), f"engine.{name}"
         if stated is None or stated <= low:
             continue
-        best = largest(low, stated - 1, lambda value, key=key: works({key: value}))  # type: ignore[misc]
+        best = _largest(works, key, low, stated - 1, {})
         if best is not None:
             value = max(low, _grain(best, unit))
             yield stated / value, f"{key}={_count(value) if name != 'max_running' else value}"
@@ -132,12 +136,7 @@ def _both(deployment: Deployment, works: Works) -> Weighed:
     length = engine.max_seq_len
     while length > page:
         length = _grain(length // 2, page)
-        changes = {"engine.max_seq_len": length}
-        best = largest(
-            1,
-            engine.max_running,
-            lambda value, changes=changes: works({**changes, "engine.max_running": value}),  # type: ignore[misc]
-        )
+        best = _largest(works, "engine.max_running", 1, engine.max_running, {"engine.max_seq_len": length})
         if best is not None:
             weight = engine.max_seq_len / length * (engine.max_running / best)
             yield weight, f"engine.max_seq_len={_count(length)} engine.max_running={best}"

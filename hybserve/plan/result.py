@@ -72,7 +72,8 @@ class StagePlan(msgspec.Struct, frozen=True):
 
 
 class Shortfall(msgspec.Struct, frozen=True):
-    """Something that cannot fit: what, needed and had (bytes or counts, see ``what``), smallest edits that would do."""
+    """Something that cannot fit: what, needed and had (bytes or counts, see ``what``), smallest edits that would do,
+    each alone: ``section.key=value``, or two of them with a space between."""
 
     what: str
     need: int

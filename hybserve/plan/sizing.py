@@ -88,7 +88,6 @@ class Sizing(msgspec.Struct, frozen=True):
     floors: Floors
     pages: int
     slots: int
-    lowered: tuple[str, ...]  # keys of defaulted numbers below their default
 
 
 def make_frame(spec: ModelSpec, deployment: Deployment, facts: MemoryFacts, weights: WeightBytes) -> Frame:
@@ -153,16 +152,13 @@ def choose_dtypes(spec: ModelSpec, deployment: Deployment) -> Dtypes:
 
 def size(frame: Frame, deployment: Deployment) -> Sizing:
     """Lower the defaulted numbers until the floors fit every rank, then fill the pools."""
-    wanted = default_shape(frame, deployment)
-    for shape in _ladder(frame, deployment, wanted):
+    for shape in _ladder(frame, deployment):
         if _fits(frame, shape, comfortable=deployment.engine.max_running is None):
-            pages, slots = _fill(frame, shape)
-            return Sizing(True, shape, frame.floors(shape), pages, slots, _lowered(wanted, shape))
+            return _filled(frame, shape)
     if _fits(frame, shape, comfortable=False):
-        pages, slots = _fill(frame, shape)
-        return Sizing(True, shape, frame.floors(shape), pages, slots, _lowered(wanted, shape))
+        return _filled(frame, shape)
     floors = frame.floors(shape)
-    return Sizing(False, shape, floors, floors.kv_pages, floors.state_slots, _lowered(wanted, shape))
+    return Sizing(False, shape, floors, floors.kv_pages, floors.state_slots)
 
 
 def default_shape(frame: Frame, deployment: Deployment) -> StepShape:
@@ -179,12 +175,13 @@ def _shape(frame: Frame, deployment: Deployment, running: int, seq_len: int, ste
     return StepShape(running, seq_len, max(step, chunk), chunk)
 
 
-def _ladder(frame: Frame, deployment: Deployment, wanted: StepShape) -> Iterator[StepShape]:
+def _ladder(frame: Frame, deployment: Deployment) -> Iterator[StepShape]:
     """The shapes to try, best first: everything as wanted; then one defaulted number after the other lowered, to a
     comfortable bound first and to the least bound when all are comfortable."""
     engine, page = deployment.engine, frame.page_size
+    shape = default_shape(frame, deployment)
     least_step = max(_LEAST_STEP_GPU if frame.cuda else _LEAST_STEP, page)
-    comfort_seq_len = min(_COMFORT_SEQ_LEN, max(wanted.max_seq_len // 4, _LEAST_SEQ_LEN))
+    comfort_seq_len = min(_COMFORT_SEQ_LEN, max(shape.max_seq_len // 4, _LEAST_SEQ_LEN))
     rungs = [
         ("max_running", _COMFORT_RUNNING),
         ("step_tokens", max(4 * page, _COMFORT_STEP)),
@@ -194,27 +191,25 @@ def _ladder(frame: Frame, deployment: Deployment, wanted: StepShape) -> Iterator
         ("step_tokens", least_step),
         ("max_running", 1),
     ]
-    comfortable = engine.max_running is None
-    shape = wanted
     yield shape
     for name, low in rungs:
-        if getattr(engine, name) is not None or getattr(shape, name) <= low:
-            continue
+        if getattr(engine, name) is None and getattr(shape, name) > low:
+            shape = _lower(frame, deployment, shape, name, low)
+            yield shape
 
-        def at(value: int, name: str = name, shape: StepShape = shape) -> StepShape:
-            values = {
-                "max_running": shape.max_running,
-                "max_seq_len": shape.max_seq_len,
-                "step_tokens": shape.step_tokens,
-            }
-            values[name] = value
-            return _shape(frame, deployment, values["max_running"], values["max_seq_len"], values["step_tokens"])
 
-        best = largest(low, getattr(shape, name), lambda value: _fits(frame, at(value), comfortable))
-        if best is not None and name != "max_running":
-            best = max(low, best // page * page)
-        shape = at(low if best is None else best)
-        yield shape
+def _lower(frame: Frame, deployment: Deployment, shape: StepShape, name: str, low: int) -> StepShape:
+    """The shape with one number at the largest value from ``low`` on that fits, at ``low`` if none does."""
+
+    def at(value: int) -> StepShape:
+        changed = msgspec.structs.replace(shape, **{name: value})
+        return _shape(frame, deployment, changed.max_running, changed.max_seq_len, changed.step_tokens)
+
+    comfortable = deployment.engine.max_running is None
+    best = largest(low, getattr(shape, name), lambda value: _fits(frame, at(value), comfortable))
+    if best is None:
+        return at(low)
+    return at(best if name == "max_running" else max(low, best // frame.page_size * frame.page_size))
 
 
 def largest(low: int, high: int, good: Callable[[int], bool]) -> int | None:
@@ -242,9 +237,9 @@ def _fits(frame: Frame, shape: StepShape, comfortable: bool) -> bool:
     return frame.holds(shape, pages, slots)
 
 
-def _fill(frame: Frame, shape: StepShape) -> tuple[int, int]:
-    """Pages and slots of both pools. What lies above the floors is retention: pages first for what runs, and with a
-    prefix cache as many checkpoints as the retained tokens need at the retention spacing."""
+def _filled(frame: Frame, shape: StepShape) -> Sizing:
+    """Both pools for a shape whose floors fit. What lies above the floors is retention: pages, and with a prefix cache
+    as many checkpoints as the retained tokens need at the retention spacing."""
     floors = frame.floors(shape)
     running = shape.max_running * pages_of(shape.max_seq_len, frame.page_size)
     useful = running + pages_of(shape.step_tokens, frame.page_size) + 1
@@ -256,7 +251,8 @@ def _fill(frame: Frame, shape: StepShape) -> tuple[int, int]:
 
     extra = largest(0, max(0, min(useful, MOST_PAGES) - floors.kv_pages), good)
     assert extra is not None, "the floors fit, so no page beyond them fits as well"
-    return floors.kv_pages + extra, floors.state_slots + retention_slots(frame, extra)
+    slots = floors.state_slots + retention_slots(frame, extra)
+    return Sizing(True, shape, floors, floors.kv_pages + extra, slots)
 
 
 def retention_slots(frame: Frame, pages: int) -> int:
@@ -264,7 +260,3 @@ def retention_slots(frame: Frame, pages: int) -> int:
     if not frame.prefix or frame.spec.recurrent_layers == 0:
         return 0
     return -(-pages * frame.page_size // frame.checkpoint_every)
-
-
-def _lowered(wanted: StepShape, shape: StepShape) -> tuple[str, ...]:
-    return tuple(name for name in StepShape.__struct_fields__ if getattr(shape, name) < getattr(wanted, name))

@@ -4,6 +4,8 @@ Every split is ``shares(total, parts)``: contiguous, the first ``total % parts``
 stages = 22/21/21, 16 heads over 3 ranks = 6/5/5).
 """
 
+from itertools import pairwise
+
 import msgspec
 
 from hybserve.spec.model_spec import LayerSpec, ModelSpec
@@ -13,7 +15,7 @@ def shares(total: int, parts: int) -> list[tuple[int, int]]:
     """``parts`` contiguous half-open ranges that cover [0, total)."""
     base, extra = divmod(total, parts)
     bounds = [part * base + min(part, extra) for part in range(parts + 1)]
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    return list(pairwise(bounds))
 
 
 class RankShare(msgspec.Struct, frozen=True):

@@ -59,6 +59,8 @@ from hybserve.text.tokenize import Tokenizer, too_many_bytes
 
 #: Texts up to this many characters are encoded on the spot (under two milliseconds); the rest goes to the worker.
 INLINE_TEXT = 2048
+#: … and no more than this of them in one turn: a batch of a thousand prompts must not stall the running streams.
+INLINE_TURN = 4 * INLINE_TEXT
 #: As many ids are decoded on the spot.
 INLINE_IDS = 8192
 #: JSON around a conversation may take this much beyond the text itself.
@@ -85,6 +87,7 @@ class TextCore:
         self._limit = tokenizer.byte_limit(facts.max_seq_len)
         self._requests: dict[int, Request] = {}
         self._lookups: dict[int, tuple[int, Tokenize | Detokenize, float]] = {}  # uid -> api, question, asked at
+        self._inline_left = 0  # characters that may still be encoded on the spot in this turn
         self._draining = False
         self._engine_gone = False
         self.apis: set[int] = set()
@@ -108,6 +111,7 @@ class TextCore:
     # api -> text
 
     def from_api(self, api: int, messages: Iterable[ToText]) -> None:
+        self._inline_left = INLINE_TURN
         for message in messages:
             match message:
                 case Submit():
@@ -180,9 +184,10 @@ class TextCore:
                 )
             self._check_size(len(prompt.messages_json), 2 * self._limit + _JSON_SLACK, "messages")
             return None
-        if len(prompt.text) > INLINE_TEXT:
+        if len(prompt.text) > min(INLINE_TEXT, self._inline_left):
             self._check_size(len(prompt.text), self._limit, "prompt")
             return None
+        self._inline_left -= len(prompt.text)
         started = self._clock()
         ids = self._tokenizer.encode(prompt.text, add_special_tokens)
         self._encode_seconds.observe(self._clock() - started)

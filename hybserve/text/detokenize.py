@@ -50,6 +50,8 @@ class Detokenizer:
         self._strings = [""] * size
         for text, index in tokenizer.vocab.items():
             self._strings[index] = text
+        for index in self._backend.get_added_tokens_decoder():
+            self._strings[index] = self._backend.id_to_token(index) or ""  # normalised, as the library decodes it
         joined = _Joined.of(tokenizer.decoder)
         self._rule = joined
         self._bytes: list[bytes] = [joined.convert(text) for text in self._strings] if joined else []

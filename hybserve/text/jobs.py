@@ -135,7 +135,7 @@ class Worker:
                     pass
         finally:
             process.kill()
-            process.wait()
+            await asyncio.to_thread(process.wait)  # freeing gigabytes takes the kernel a while
             channel.close()
 
     async def _started(self, channel: AsyncChannel[FromWorker, Job]) -> bool:

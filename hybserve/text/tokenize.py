@@ -27,7 +27,7 @@ _MAX_FILE = 1 << 28  # bytes; the largest public tokenizer.json is about 35 MB
 _BYTES_PER_TOKEN = 32
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Tokenizer:
     """A validated tokenizer, immutable. ``names``: the named special tokens (``eos_token`` …) as text."""
 
@@ -81,20 +81,18 @@ def load_tokenizer(model_dir: Path, vocab_size: int, eos_ids: tuple[int, ...] = 
     Raises ModelError when they are missing or broken, or when the base vocabulary or a special token does not fit the
     embedding of width ``vocab_size``; what is merely odd stands in ``warnings``.
     """
-    raw = _read_json(model_dir / "tokenizer.json", required=True)
     config = _read_json(model_dir / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
         config |= _read_json(model_dir / "special_tokens_map.json")
-    backend = _backend(raw)
+    backend = _backend(model_dir / "tokenizer.json")
     _add_declared_tokens(backend, config)
     names = {name: text for name in SPECIAL_NAMES if (text := _content(config.get(name))) is not None}
     vocab = backend.get_vocab(with_added_tokens=True)
     added = backend.get_added_tokens_decoder()
-    warnings = _check_ids(backend, vocab, {i: str(t.content) for i, t in added.items()}, names, vocab_size, eos_ids)
-    decoder = raw.get("decoder")
+    warnings = _check_ids(vocab, {i: str(t.content) for i, t in added.items()}, names, vocab_size, eos_ids)
     return Tokenizer(
         backend=backend,
-        decoder=decoder if isinstance(decoder, dict) else None,
+        decoder=json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None,
         names=names,
         vocab=vocab,
         special_ids=frozenset(index for index, token in added.items() if token.special),
@@ -106,16 +104,22 @@ def load_tokenizer(model_dir: Path, vocab_size: int, eos_ids: tuple[int, ...] = 
     )
 
 
-def _read_json(path: Path, required: bool = False) -> dict[str, Any]:
-    """A JSON object; {} when the file is missing and not ``required``. Raises ModelError."""
-    if not path.is_file():
-        if required:
-            raise ModelError(f"{path.name} is missing from the model directory; it is the only tokenizer format read")
-        return {}
+def _read_text(path: Path) -> str:
+    """Raises ModelError."""
     if path.stat().st_size > _MAX_FILE:
         raise ModelError(f"{path.name} has {path.stat().st_size} bytes, more than the {_MAX_FILE} allowed")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path.name} is not UTF-8: {error.reason} at byte {error.start}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; {} when the file is missing. Raises ModelError."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(_read_text(path))
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path.name} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
@@ -123,9 +127,13 @@ def _read_json(path: Path, required: bool = False) -> dict[str, Any]:
     return content
 
 
-def _backend(raw: dict[str, Any]) -> Backend:
+def _backend(path: Path) -> Backend:
+    if not path.is_file():
+        raise ModelError(f"{path.name} is missing from the model directory; it is the only tokenizer format read")
     try:
-        backend = Backend.from_str(json.dumps(raw))
+        backend = Backend.from_str(_read_text(path))
+    except ModelError:
+        raise
     except Exception as error:  # the library raises bare Exception for whatever it cannot read
         raise ModelError(f"tokenizer.json cannot be loaded: {error}") from error
     backend.no_truncation()
@@ -170,7 +178,6 @@ def _content(token: Any) -> str | None:
 
 
 def _check_ids(
-    backend: Backend,
     vocab: dict[str, int],
     added: dict[int, str],
     names: dict[str, str],
@@ -186,7 +193,7 @@ def _check_ids(
     for index in eos_ids:
         if not 0 <= index < vocab_size:
             raise ModelError(f"eos_token_id {index} does not exist: the embedding has only {vocab_size} rows")
-    base = max(backend.get_vocab(with_added_tokens=False).values(), default=-1)
+    base = max((index for index in vocab.values() if index not in added), default=-1)
     if base >= vocab_size:
         raise ModelError(f"tokenizer: the vocabulary reaches id {base}, but the embedding has only {vocab_size} rows")
     warnings = []
@@ -202,9 +209,9 @@ def _chat_templates(model_dir: Path, config: dict[str, Any]) -> dict[str, str]:
     """Templates by name. Files win over tokenizer_config.json, which holds one string or a list of named ones."""
     files: dict[str, str] = {}
     if (model_dir / "chat_template.jinja").is_file():
-        files["default"] = (model_dir / "chat_template.jinja").read_text(encoding="utf-8")
+        files["default"] = _read_text(model_dir / "chat_template.jinja")
     for path in sorted((model_dir / "additional_chat_templates").glob("*.jinja")):
-        files[path.stem] = path.read_text(encoding="utf-8")
+        files[path.stem] = _read_text(path)
     if files:
         return files
     inline = config.get("chat_template")

@@ -142,6 +142,7 @@ class Live:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port = self.listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
+        self.failure: Exception | None = None  # what ended the role
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), daemon=True)
         self._thread.start()
@@ -167,6 +168,8 @@ class Live:
         self._started.set()
         try:
             await serving
+        except Exception as error:
+            self.failure = error
         finally:
             text.cancel()
 

@@ -1,5 +1,6 @@
 """Hostile and clumsy clients against a live server, over raw sockets."""
 
+import asyncio
 import contextlib
 import hashlib
 import json
@@ -10,7 +11,7 @@ import time
 import pytest
 
 from hybserve.api.auth import OPEN_PATHS
-from tests.api.conftest import parse_response, read_all
+from tests.api.conftest import parse_events, parse_response, read_all
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 KEY = {"Authorization": "Bearer sesame"}
@@ -317,3 +318,68 @@ def test_errors_never_name_classes_or_paths(live):
     assert (status, body["error"]["code"]) == (500, "engine_error")
     assert "ZeroDivision" not in json.dumps(body)
     assert "secret" not in json.dumps(body)
+
+
+class LagProbe:
+    """Longest pause of a server's event loop while the block runs, in seconds."""
+
+    def __init__(self, live):
+        self._live = live
+        self.worst = 0.0
+
+    async def _watch(self):
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(0.005)
+            self.worst = max(self.worst, time.monotonic() - began - 0.005)
+
+    def __enter__(self):
+        self._task = asyncio.run_coroutine_threadsafe(self._watch(), self._live.loop)
+        return self
+
+    def __exit__(self, *error):
+        self._task.cancel()
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [b'"' + b"a" * 40_000_000 + b'"', b'"' + b" [" * 2_000_000 + b'"', b"[" + b"1," * 4_000_000 + b"1]"],
+    ids=["string", "brackets", "ids"],
+)
+def test_f19_f31_huge_bodies_do_not_stop_the_loop(live, prompt):
+    body = b'{"prompt":' + prompt + b"}"
+    with LagProbe(live) as probe:
+        status, _, error = live.post("/v1/completions", body)
+    assert (status, error["error"]["code"]) == (400, "context_length_exceeded")
+    assert probe.worst < 2  # ten times what it may be, and the client shares this process
+
+
+def test_all_bodies_together_are_bounded(serve):
+    live = serve(max_body=1000)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
+    with contextlib.ExitStack() as stack:
+        for _ in range(8):
+            stack.enter_context(live.connect()).sendall(head + b" " * 990)
+        live.wait(lambda: len(live.role.server.server_state.connections) == 8)
+        status = parse_response(live.raw(head.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n") + b" " * 999))[0]
+        assert status == 503
+    live.wait(lambda: not live.role.server.server_state.connections)
+    assert live.post("/v1/completions", {"prompt": "x"})[0] == 200
+
+
+def test_http_1_0_streams_to_the_end(live):
+    body = json.dumps({**CHAT, "stream": True}).encode()
+    data = live.raw(b"POST /v1/chat/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    assert data.endswith(b"data: [DONE]\n\n")
+
+
+def test_a_kept_connection_serves_streams_one_after_another(live):
+    body = json.dumps({**CHAT, "stream": True}).encode()
+    request = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    with live.connect() as sock:
+        for _ in range(3):
+            sock.sendall(request)
+            data = b""
+            while not data.endswith(b"0\r\n\r\n"):
+                data += sock.recv(65536)
+            assert parse_events(parse_response(data)[2])[-1] == "[DONE]"

@@ -45,6 +45,11 @@ def test_f22_non_finite_numbers(literal):
     assert refused(b'{"a":{"b":[1,' + literal + b"]}}") == "a.b[1]"
 
 
+@pytest.mark.parametrize("raw", [b'{"a":NaN,}', b'{"a":NaN,"b":' + b"9" * 5000 + b"}", b'{"a":NaN,"a":1}'])
+def test_f22_non_finite_and_broken_otherwise(raw):
+    refused(raw)
+
+
 def test_f22_large_but_finite_is_fine():
     assert parse_object(b'{"a":1e300}')["a"] == 1e300
 

@@ -4,6 +4,8 @@ import json
 import threading
 import time
 
+from hybserve.api.bridge import Bridge
+from hybserve.api.status import Status
 from hybserve.core.messages import Drain, Fatal, Heartbeat, Loading, MetricsSnapshot, Ready, Stop, Submit
 from tests.api.conftest import parse_events
 
@@ -135,3 +137,20 @@ def test_parent_gets_ready_and_heartbeats(live):
     while not {Ready, Heartbeat} <= set(map(type, messages)):
         messages += live.call(live.parent.receive)
     assert {m.role for m in messages} == {"api"}
+
+
+def test_what_fails_in_the_background_ends_the_role(live):
+    def broken(message):
+        raise ZeroDivisionError
+
+    live.role.bridge._deliver = broken
+    live.tell(Heartbeat("engine", 1, False))
+    live.join()
+    assert isinstance(live.failure, ZeroDivisionError)
+
+
+def test_uids_of_several_apis_never_meet():
+    ours, theirs = (Bridge(None, index, Status(1.0), 1.0) for index in (0, 1))
+    for bridge in (ours, theirs):
+        bridge.status.ready("engine", time.monotonic())
+    assert not set(ours.open(100).uids) & set(theirs.open(100).uids)

@@ -169,5 +169,11 @@ def test_api_keys_must_be_there_and_not_empty(load):
     check_servable(deployment, {"K": "secret", "A": "other"})
 
 
+def test_a_key_pasted_in_place_of_its_name_is_refused_and_not_repeated(load):
+    assert errors(load, None, ["server.api_key_env=sk-secret"]) == [
+        "--set: server.api_key_env: must be the name of an environment variable, not the key itself"
+    ]
+
+
 def test_the_default_deployment_is_servable(load):
     check_servable(load(), {})

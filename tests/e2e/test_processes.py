@@ -182,7 +182,7 @@ def test_F71_nothing_outlives_a_killed_parent(start_server, no_orphans):
 
 
 def test_F72_a_stopped_engine_is_noticed_and_its_stacks_are_dumped(start_server, no_orphans, tmp_path):
-    env = {"EVIL_SILENCE": "3", "EVIL_FILE": str(tmp_path / "never")}
+    env = {"EVIL_SILENCE": "10", "EVIL_FILE": str(tmp_path / "never")}
     server = start_server(script=EVIL, env=env).wait_until_ready()
     everyone = descendants(server)
     events = begin(server)

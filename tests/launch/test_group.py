@@ -109,18 +109,18 @@ def test_F72_a_loop_that_turns_without_progress_counts_as_silent():
 
 
 def test_a_slow_start_is_not_held_against_the_engine():
-    with RoleGroup(silence=1) as group:
-        begin(group, "engine", ["deaf", 2], ["ready"], ["beat", 60])
+    with RoleGroup(silence=3) as group:
+        begin(group, "engine", ["deaf", 4], ["ready"], ["beat", 60])
         poll_until(group, lambda: group.ready)
         end = time.monotonic() + 1
         poll_until(group, lambda: time.monotonic() > end)
 
 
 def test_a_busy_loop_with_progress_and_an_idle_one_are_healthy():
-    with RoleGroup(silence=1) as group:
+    with RoleGroup(silence=3) as group:
         begin(group, "engine", ["ready"], ["beat", 60])
         begin(group, "text", ["ready"], ["obey"])
-        end = time.monotonic() + 3
+        end = time.monotonic() + 4
         poll_until(group, lambda: time.monotonic() > end)
 
 

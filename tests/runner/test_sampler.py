@@ -111,3 +111,16 @@ def test_logprobs_have_a_floor():
     (entry,) = score(row, torch.tensor([1]), [3])
     assert isinstance(entry, TokenLogprobs)
     assert entry.logprob == entry.top_logprobs[2] == LOGPROB_FLOOR
+
+
+def test_seed_choice_and_position_make_the_draw():
+    row = torch.zeros(1, VOCAB)
+
+    def token(seed: int, choice: int, output: int) -> int:
+        one = Sequence(SequenceStart(0, 1, choice, SamplingParams(seed=seed), [], 4, 0))
+        return int(sample(row.clone(), [one], [output]).tokens[0])
+
+    assert token(1, 0, 0) == token(1, 0, 0)
+    for changed in ([token(seed, 0, 0) for seed in range(9)], [token(1, choice, 0) for choice in range(9)],
+                    [token(1, 0, output) for output in range(9)]):  # fmt: skip
+        assert len(set(changed)) > 6

@@ -1,7 +1,10 @@
 import asyncio
 import contextlib
 import json
+import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -236,6 +239,15 @@ def test_F84_a_refused_tokenizer_ends_the_role(make_facts: Callable[..., Serving
 
     with pytest.raises(ModelError):
         play(msgspec.structs.replace(make_facts(), vocab_size=10), story, ready=False)
+
+
+def test_no_torch_and_no_transformers_at_run_time() -> None:
+    check = (
+        "import sys, hybserve.text.main, hybserve.text.worker;"
+        "sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    assert subprocess.run([sys.executable, "-c", check], env=environ, check=False).returncode == 0
 
 
 def test_F19_the_loop_keeps_turning_under_long_prompts(make_facts: Callable[..., ServingFacts]) -> None:

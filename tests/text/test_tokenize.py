@@ -140,7 +140,7 @@ def test_F84_not_utf8_and_missing(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="missing"):
         load_tokenizer(tmp_path, 1024)
     (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe{}")
-    with pytest.raises(ModelError, match="JSON"):
+    with pytest.raises(ModelError, match="UTF-8"):
         load_tokenizer(tmp_path, 1024)
 
 
