@@ -16,6 +16,7 @@ from hybserve.api.bridge import Bridge
 from hybserve.api.protocol import limited_protocol
 from hybserve.api.settings import ApiSettings, from_deployment
 from hybserve.api.status import Status
+from hybserve.config.deployment import Deployment
 from hybserve.core.errors import ErrorBody, unavailable
 from hybserve.core.messages import Drain, FromLaunch, Heartbeat, Ready, Stop, ToApi, ToLaunch, ToText
 from hybserve.core.types import ServingFacts
@@ -117,6 +118,7 @@ class ApiRole:
         """Let the last answers leave, then close what is still open."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.bridge.idle(), FAREWELL)
+        await asyncio.wait((http,), timeout=FAREWELL)
         self.server.force_exit = True
         await asyncio.wait((http,), timeout=FAREWELL)
         http.cancel()
@@ -147,7 +149,7 @@ def server_config(app: Any, settings: ApiSettings, metrics: Metrics) -> uvicorn.
 
 
 def run(
-    deployment: Any,
+    deployment: Deployment,
     facts: ServingFacts,
     listen: Sequence[socket.socket],
     text: AsyncChannel[ToApi, ToText],

@@ -96,6 +96,13 @@ class LimitedProtocol(H11Protocol):
         if not self._busy() and self.conn.trailing_data[0]:
             self._arm()
 
+    def shutdown(self) -> None:
+        """The server ends: close when idle, else after the running answer."""
+        try:
+            super().shutdown()
+        except h11.LocalProtocolError:  # not in a state in which HTTP can end in order
+            self.transport.abort()
+
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._write_deadline is None:

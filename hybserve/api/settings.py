@@ -7,10 +7,10 @@ import hashlib
 import os
 import resource
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
+from hybserve.config.deployment import Deployment
 from hybserve.core.errors import ConfigError
 
 #: File descriptors kept free for links, logs and the listening socket.
@@ -54,7 +54,7 @@ def _connection_limit() -> int:
     return ceiling if soft == resource.RLIM_INFINITY else max(16, min(ceiling, soft - SPARE_DESCRIPTORS))
 
 
-def from_deployment(deployment: Any, environ: Mapping[str, str] = os.environ) -> ApiSettings:
+def from_deployment(deployment: Deployment, environ: Mapping[str, str] = os.environ) -> ApiSettings:
     """Settings of one deployment. Raises ConfigError when a named key variable is empty."""
     server = deployment.server
     named = [name for name in (server.api_key_env, server.admin_api_key_env) if name]

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import msgspec
 import yaml
+from yaml.scanner import ScannerError
 
 Scalar: TypeAlias = str | int | float | bool | None
 
@@ -30,10 +31,20 @@ class Flaw(msgspec.Struct, frozen=True):
     line: int
 
 
+#: Brackets inside brackets; a deployment needs two.
+_DEEPEST = 8
+
+
 class _Loader(yaml.SafeLoader):
     """SafeLoader's scanner and composer with the resolvers of the YAML 1.2 core schema only."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 - PyYAML's own protocol
+
+    def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
+        """Refuse deep brackets at once: the scanner takes quadratic time over them."""
+        if self.flow_level >= _DEEPEST:
+            raise ScannerError(None, None, "nested too deeply", self.get_mark())
+        super().fetch_flow_collection_start(token)
 
 
 _TAG = "tag:yaml.org,2002:"

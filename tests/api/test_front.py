@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import random
 import resource
 import socket
 import time
@@ -383,3 +384,22 @@ def test_a_kept_connection_serves_streams_one_after_another(live):
             while not data.endswith(b"0\r\n\r\n"):
                 data += sock.recv(65536)
             assert parse_events(parse_response(data)[2])[-1] == "[DONE]"
+
+
+def test_f20_garbage_never_breaks_the_server(live):
+    """Random bytes, and valid requests with a few bytes changed: an HTTP answer or a closed connection, never a 5xx."""
+    dice = random.Random(7)
+    body = json.dumps({**CHAT, "max_tokens": 2}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+    good = head % len(body) + body
+    for trial in range(150):
+        data = bytearray(dice.randbytes(dice.randrange(1, 200)) if trial % 5 == 0 else good)
+        for _ in range(dice.randrange(1, 4)):
+            data[dice.randrange(len(data))] = dice.randrange(256)
+        with live.connect() as sock:
+            sock.sendall(bytes(data))
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_WR)
+            answer = read_all(sock)
+        assert not answer.startswith(b"HTTP/1.1 5"), (bytes(data), answer)
+    assert live.post("/v1/chat/completions", CHAT)[0] == 200

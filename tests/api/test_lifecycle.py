@@ -7,7 +7,7 @@ import time
 from hybserve.api.bridge import Bridge
 from hybserve.api.status import Status
 from hybserve.core.messages import Drain, Fatal, Heartbeat, Loading, MetricsSnapshot, Ready, Stop, Submit
-from tests.api.conftest import parse_events
+from tests.api.conftest import parse_events, parse_response, read_all
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -117,6 +117,20 @@ def test_f17_drain_timeout_ends_the_rest_with_an_error_event(serve):
     events = parse_events(result[0][2])
     assert events[-2]["error"]["code"] == "draining"
     assert events[-1] == "[DONE]"
+    live.join()
+
+
+def test_f17_a_large_answer_leaves_whole_although_the_server_stops(live):
+    live.text.words = ["x" * 8_000_000]
+    body = json.dumps(CHAT).encode()
+    with live.connect() as sock:
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+        sock.sendall(head + body)
+        live.wait(lambda: bool(live.text.submits()))
+        live.wait(lambda: live.role.bridge.in_flight == 0)
+        live.call(live.parent.send, [Stop()])
+        time.sleep(0.3)
+        assert len(json.loads(parse_response(read_all(sock))[2])["choices"][0]["message"]["content"]) == 8_000_000
     live.join()
 
 

@@ -1,6 +1,7 @@
 """Bodies to orders: every field's type and range (F22 to F32, F38 to F40), neutral values, normal forms."""
 
 import json
+import random
 import time
 import tracemalloc
 
@@ -353,3 +354,63 @@ def test_effective_defaults_come_from_the_facts():
     sampling = completion().sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.7, 0.8, 20)
     assert completion(temperature=0).sampling.greedy
+
+
+KNOWN = sorted({
+    "prompt", "messages", "model", "stop", "logit_bias", "stop_token_ids", "cache_salt", "stream_options", "logprobs",
+    "top_logprobs", "max_completion_tokens", "chat_template_kwargs", "chat_template", "reasoning_effort", "request_id",
+    "add_generation_prompt", "continue_final_message", "response_format", "tools", "tokens", "return_token_strs",
+    "add_special_tokens", *INTEGERS, *NUMBERS, *BOOLEANS,
+})  # fmt: skip
+SCALARS = (None, True, False, 0, 1, -1, 2**63, 10**30, 0.5, -0.0, 1e308, "", "x", "text", "user", "tiny", "\0", "5")
+KEYS = (
+    "role",
+    "content",
+    "type",
+    "text",
+    "tool_calls",
+    "function",
+    "name",
+    "arguments",
+    "id",
+    "5",
+    "include_usage",
+    "",
+)
+
+
+def any_json(dice, depth=3):
+    kind = dice.randrange(6) if depth else 0
+    if kind < 4:
+        return dice.choice(SCALARS)
+    if kind == 4:
+        return [any_json(dice, depth - 1) for _ in range(dice.randrange(3))]
+    return {dice.choice(KEYS): any_json(dice, depth - 1) for _ in range(dice.randrange(4))}
+
+
+def any_message(dice):
+    message = {key: any_json(dice) for key in dice.sample(KEYS, 2)}
+    content = dice.choice(["x", [{"type": "text", "text": ""}]])
+    good = {"role": dice.choice(["user", "assistant", "tool"]), "content": content}
+    return {**good, **message} if dice.random() < 0.7 else any_json(dice)
+
+
+@pytest.mark.parametrize("parse", [SCHEMA.chat, SCHEMA.completion, SCHEMA.tokenize, SCHEMA.detokenize])
+def test_any_json_is_an_order_or_a_clean_refusal(parse):
+    dice = random.Random(5)
+    accepted = 0
+    for _ in range(3000):
+        body = {key: any_json(dice) for key in dice.sample(KNOWN, dice.randrange(3))}
+        body.setdefault("prompt", "x")
+        body.setdefault("tokens", [1])
+        if parse == SCHEMA.tokenize and dice.random() < 0.5:
+            del body["prompt"]
+        if dice.random() < 0.8:
+            body["messages"] = [any_message(dice) for _ in range(dice.randrange(3))]
+        try:
+            parse(body)
+            accepted += 1
+        except RequestError as error:
+            if error.body.status not in (400, 404) or not error.body.code:
+                raise
+    assert accepted
