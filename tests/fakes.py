@@ -392,3 +392,34 @@ class Link:
         if not messages and self.closed:
             raise ChannelClosed("closed by the test")
         return messages
+
+
+class PoisoningLink:
+    """A real runner whose freed pages and slots turn to NaN before the first plan that cannot name them any more."""
+
+    def __init__(self, runner: Any, scheduler: Any) -> None:
+        self._runner = runner
+        self._pools = scheduler.running
+        self._known: tuple[set[int], set[int]] = (set(), set())
+        self._condemned: deque[tuple[set[int], set[int]]] = deque()
+        self._plans: Codec[ToRunner] = Codec(ToRunner)
+        self._plan = scheduler.plan
+        scheduler.plan = self._note
+
+    def _note(self) -> Any:
+        frame = self._plan()
+        if frame is not None:
+            plan, free = frame[-1], (self._pools.pages.free_ids(), self._pools.slots.free_ids())
+            named = {*plan.page_copies, *plan.fork_pages}, {*plan.state_copies, *plan.slots}
+            self._condemned.append((free[0] - self._known[0] - named[0], free[1] - self._known[1] - named[1]))
+            self._known = free
+        return frame
+
+    def submit(self, frame: bytes) -> None:
+        self._runner.submit(frame)
+
+    def collect(self) -> bytes:
+        pages, slots = self._condemned.popleft()
+        self._runner.pools.poison_pages(pages)
+        self._runner.pools.poison_slots(slots)
+        return bytes(self._runner.collect())
