@@ -77,6 +77,16 @@ class Detokenize(Message):
     ids: list[int]
 
 
+class Render(Message):
+    """What a prompt becomes and which of it is cached; changes nothing."""
+
+    uid: int
+    prompt: ChatPrompt | TextPrompt | TokenPrompt
+    add_special_tokens: bool = True
+    tenant: str = ""
+    cache_salt: str = ""
+
+
 # api -> text -> scheduler
 
 
@@ -111,6 +121,21 @@ class Generate(Message):
     #: Prompt positions worth a checkpoint, in tokens: start of the last user turn, end of the last message before the
     #: generation prompt.
     anchors: list[int] = []
+
+
+class Probe(Message):
+    """A read-only match of the prefix tree: no lease, no touch, no split."""
+
+    uid: int
+    prompt: list[int]
+    tenant: str
+    cache_salt: str
+
+
+class Flush(Message):
+    """Forget all that is cached. From an api it goes through text unchanged."""
+
+    uid: int
 
 
 class StopAt(Message):
@@ -253,6 +278,19 @@ class Finished(Message):
     timing: Timing
 
 
+class Probed(Message):
+    uid: int
+    cache: CacheTruth
+
+
+class Flushed(Message):
+    """Nothing cached before matches any more; pages and slots freed at once (what running requests hold comes later)."""
+
+    uid: int
+    pages: int
+    states: int
+
+
 class Failed(Message):
     """The one terminal event of a request that did not finish."""
 
@@ -309,6 +347,13 @@ class Detokenized(Message):
     text: str
 
 
+class Rendered(Message):
+    uid: int
+    text: str
+    ids: list[int]
+    cache: CacheTruth
+
+
 # upstream, forwarded hop by hop to every api and to launch
 
 
@@ -353,15 +398,38 @@ class Fatal(Message):
     exit_code: int = 1
 
 
-ToText: TypeAlias = Submit | Tokenize | Detokenize | Cancel | Drain
-ToScheduler: TypeAlias = Generate | Cancel | StopAt | Drain
+ToText: TypeAlias = Submit | Tokenize | Detokenize | Render | Flush | Cancel | Drain
+ToScheduler: TypeAlias = Generate | Cancel | StopAt | Probe | Flush | Drain
 ToRunner: TypeAlias = SequenceStart | StepPlan | Stop
 FromRunner: TypeAlias = StepDone | StepFailed | Loading | Ready | Fatal
 FromScheduler: TypeAlias = (
-    Accepted | Tokens | PromptLogprobs | Finished | Failed | Loading | Ready | MetricsSnapshot | Heartbeat | Fatal
+    Accepted
+    | Tokens
+    | PromptLogprobs
+    | Finished
+    | Failed
+    | Probed
+    | Flushed
+    | Loading
+    | Ready
+    | MetricsSnapshot
+    | Heartbeat
+    | Fatal
 )
 ToApi: TypeAlias = (
-    Accepted | Delta | Done | Failed | Tokenized | Detokenized | Loading | Ready | MetricsSnapshot | Heartbeat | Fatal
+    Accepted
+    | Delta
+    | Done
+    | Failed
+    | Tokenized
+    | Detokenized
+    | Rendered
+    | Flushed
+    | Loading
+    | Ready
+    | MetricsSnapshot
+    | Heartbeat
+    | Fatal
 )
 ToLaunch: TypeAlias = Loading | Ready | Heartbeat | Fatal
 FromLaunch: TypeAlias = Drain | Stop

@@ -32,8 +32,8 @@ class Model(Protocol):
     def forward(self, tokens_T: torch.Tensor, context: StepContext) -> torch.Tensor:
         """Final normed hidden states [T, D]; reads and writes the pools of the context."""
 
-    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        """Logits [R, C]."""
+    def logits(self, hidden_ND: torch.Tensor, deterministic: bool = False) -> torch.Tensor:
+        """Logits [N, C] in fp32; ``deterministic``: of a whole tile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def _tiled_logits(plan: StepPlan, packed: Packed, tokens_T: torch.Tensor, wanted
                 slots[export].copy_(slots[slot])
             inside = [offset for offset in range(low, high) if first + offset - low in wanted_set]
             if inside:
-                logits_GC = rank.model.logits(hidden_GD)
+                logits_GC = rank.model.logits(hidden_GD, deterministic=True)
             for offset in inside:
                 yield np.array([first + offset - low]), logits_GC[offset : offset + 1].clone()
 

@@ -403,3 +403,30 @@ def test_f20_garbage_never_breaks_the_server(live):
             answer = read_all(sock)
         assert not answer.startswith(b"HTTP/1.1 5"), (bytes(data), answer)
     assert live.post("/v1/chat/completions", CHAT)[0] == 200
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at-once", "body-after-the-answer"])
+def test_a_refused_body_does_not_spoil_the_connection(guarded, late):
+    body = b" " * 300_000
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with guarded.connect() as sock:
+        sock.sendall(head if late else head + body)
+        data = b""
+        while b"invalid_api_key" not in data:
+            data += sock.recv(65536)
+        if late:
+            sock.sendall(body)
+        sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert read_all(sock).endswith(b'{"status":"ok"}')
+
+
+def test_an_endless_refused_body_ends_with_the_header_deadline(serve):
+    live = serve(key_digests=(digest(b"sesame"),), header_timeout=0.3)
+    with live.connect() as sock:
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50000000\r\n\r\n")
+        began = time.monotonic()
+        with contextlib.suppress(OSError):
+            while time.monotonic() - began < 10:
+                sock.sendall(b" ")
+                time.sleep(0.02)
+        assert time.monotonic() - began < 10

@@ -71,6 +71,18 @@ def test_every_length_F63(subject, shape, deterministic):
                 compare(truth, live.output, rows, case)
 
 
+@pytest.mark.parametrize("shape", ["dense", "moe"])
+def test_deterministic_bits_do_not_depend_on_threads(subject, shape):
+    truths = subject(shape).truths(4)[:1]
+    torch.set_num_threads(2)
+    try:
+        case = Case(shape, 1, 3, True, True, seed=1)
+        lives, logits = subject(shape).run([truth.prompt for truth in truths], case, 9)
+    finally:
+        torch.set_num_threads(1)
+    compare(truths[0], lives[0].output, logits[0], case)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("shape", FACTORS["shape"])
 def test_whole_product(subject, shape):
@@ -89,7 +101,7 @@ def test_pairs_are_all_there():
 def test_comparison_notices_what_it_must():
     """The instrument itself: a wrong token, a drifted logit and a changed bit are each a mismatch."""
     oracle = torch.tensor([[3.0, 1.0, 0.0], [0.0, 2.0, 2.0 - 1e-4]])
-    truth = Truth([0], [0, 1], oracle, oracle.clone())
+    truth = Truth([0], [0, 1], oracle, oracle.clone(), lambda: torch.tensor([1e-6, 1e-6]))
     batched, exact = Case("", 1, WHOLE, False, False), Case("", 1, WHOLE, False, True)
     assert compare(truth, [0, 1], oracle, exact).near_ties == 1
     assert compare(truth, [0, 2], oracle, batched).rows == 2
@@ -99,6 +111,7 @@ def test_comparison_notices_what_it_must():
         compare(truth, [0, 1], oracle + 1e-3, batched)
     with pytest.raises(Mismatch, match="row's largest"):
         compare(truth, [0, 1], oracle * float("nan"), batched)
+    assert compare(truth._replace(noise=lambda: torch.tensor([1.0, 1.0])), [0, 1], oracle + 1e-3, batched).shaky == 2
     shaken = oracle.clone()
     shaken[1, 0] = 1e-7
     compare(truth, [0, 1], shaken, batched)

@@ -72,8 +72,8 @@ class MeanModel:
                     hidden_TD[at] = self.hurt[int(tokens_T[at])]
         return hidden_TD
 
-    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        return hidden_RD @ self.head
+    def logits(self, hidden_ND: torch.Tensor, deterministic: bool = False) -> torch.Tensor:
+        return hidden_ND @ self.head
 
 
 @dataclass
