@@ -332,10 +332,8 @@ class PrefixTree:
         """The worth that a new checkpoint would have whose loss costs ``loss`` tokens."""
         return self._clock.now + loss / self._slot_price
 
-    def flush(self, fence: int) -> int:
-        """Forget everything: nothing cached matches any more. What running requests hold is freed when they let go.
-        Returns the pages freed now."""
-        before = self._pages.available
+    def flush(self, fence: int) -> None:
+        """Forget everything: nothing cached matches any more. What running requests hold is freed when they let go."""
         for root in list(self._roots.values()):
             self._detached.append(root)
             for leaf in [node for node in _walk(root) if not node.children]:
@@ -344,7 +342,6 @@ class PrefixTree:
         for root in list(self._detached):
             self._prune_root(root)
         self._ghosts.clear()
-        return self._pages.available - before
 
     # facts
 

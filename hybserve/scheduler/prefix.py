@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from hybserve.cache.node import Node
 from hybserve.cache.pool import Pool
 from hybserve.cache.tree import Match, PrefixTree
+from hybserve.core.messages import Probe
 from hybserve.core.types import CacheTruth
 from hybserve.plan.result import EngineLimits
 from hybserve.scheduler.request import Request, Sequence
@@ -102,6 +103,17 @@ class Prefix:
         sequence.goals = {spot for spot in spots if spot > sequence.planned}
         if sequence.goals:
             self._promising[sequence] = None
+
+    def probe(self, message: Probe) -> CacheTruth:
+        """What a request with this prompt would hit now; changes nothing."""
+        root = (message.tenant, message.cache_salt)
+        return self.truth(self.tree.match(root, message.prompt) if self.on else None)
+
+    def flush(self, fence: int) -> tuple[int, int]:
+        """Nothing cached matches any more; the pages and slots that came free at once."""
+        pages, states = self._pages.available, self._slots.available
+        self.tree.flush(fence)
+        return self._pages.available - pages, self._slots.available - states
 
     def truth(self, match: Match | None) -> CacheTruth:
         """The hit in the client's words."""

@@ -16,9 +16,13 @@ from hybserve.core.messages import (
     Drain,
     Failed,
     Finished,
+    Flush,
+    Flushed,
     FromScheduler,
     Generate,
     MetricsSnapshot,
+    Probe,
+    Probed,
     StepDone,
     StepFailed,
     StopAt,
@@ -97,6 +101,11 @@ class Scheduler:
                 self._cancel(message.uid)
             case StopAt():
                 self._stop_at(message)
+            case Probe():
+                self._outbox.append(Probed(message.uid, self.running.prefix.probe(message)))
+            case Flush():
+                pages, states = self.running.prefix.flush(self.running.step)
+                self._outbox.append(Flushed(message.uid, pages, states))
             case Drain():
                 self._door.draining = True
             case _:
