@@ -18,6 +18,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hybserve.models.embedded import ensure_embedded_model
+
 ROOT = Path(__file__).parents[2]
 _START_TIMEOUT = 120
 _READY = re.compile(r"ready at (http://([0-9.]+):([0-9]+))")
@@ -27,7 +29,15 @@ class Server:
     """One ``hybserve serve`` process. ``url`` ends without a slash; ``report`` is what it printed at the start."""
 
     def __init__(self, *sets, script=None, env=None):
-        options = ["server.port=0", "log.format=json", "engine.max_running=4", "memory.device=256MiB", *sets]
+        options = [
+            f"model.path={ensure_embedded_model()}",  # named, so that the server need not look for it
+            "model.served_name=embedded",
+            "server.port=0",
+            "log.format=json",
+            "engine.max_running=4",
+            "memory.device=256MiB",
+            *sets,
+        ]
         settings = [part for option in options for part in ("--set", option)]
         command = [sys.executable, script] if script else [sys.executable, "-m", "hybserve", "serve"]
         self.process = psutil.Popen(

@@ -39,7 +39,7 @@ def the_end(events):
 def test_F17_drain_lets_running_requests_finish(start_server, no_orphans):
     server = start_server().wait_until_ready()
     everyone = descendants(server)
-    events = begin(server, max_tokens=600)
+    events = begin(server, max_tokens=250)
     server.signal(signal.SIGTERM)
     deadline = time.monotonic() + 30
     while server.request("GET", "/health/ready")[0] != 503:
