@@ -284,7 +284,7 @@ class Probed(Message):
 
 
 class Flushed(Message):
-    """Nothing cached before matches any more. ``pages`` and ``states`` came free at once; what runs frees its own later."""
+    """Nothing cached before matches any more. ``pages`` and ``states`` came free at once, what runs comes later."""
 
     uid: int
     pages: int
