@@ -19,6 +19,7 @@ from hybserve.cache.pool import Pool
 from hybserve.cache.tree import Match, PrefixTree
 from hybserve.core.messages import Probe
 from hybserve.core.types import CacheTruth
+from hybserve.observe.metrics import labelled
 from hybserve.plan.result import EngineLimits
 from hybserve.scheduler.request import Request, Sequence
 
@@ -127,6 +128,21 @@ class Prefix:
         self.hit_tokens += request.cache.hit
         if request.cache.reason not in ("full", "off", ALL_LOGITS):
             self.short_hits[request.cache.reason] += 1
+
+    def totals(self) -> dict[str, int]:
+        """Counts since the tree was made, by metric name."""
+        tree = self.tree
+        totals = {
+            "hybserve_prompt_tokens_total": self.asked_tokens,
+            labelled("hybserve_cached_tokens_total", tier="device"): self.hit_tokens,
+            labelled("hybserve_evictions_total", what="page"): tree.evicted_pages,
+            labelled("hybserve_evictions_total", what="state"): tree.evicted_states,
+        }
+        for outcome, count in self.checkpoints.items():
+            totals[labelled("hybserve_checkpoints_total", outcome=outcome)] = count
+        for reason, count in self.short_hits.items():
+            totals[labelled("hybserve_short_hits_total", reason=reason)] = count
+        return totals
 
     # exports
 
