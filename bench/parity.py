@@ -4,28 +4,24 @@ Every case runs the same requests through hand-made plans and compares each samp
 ``transformers`` computes for the whole sequence at once; in deterministic mode also bit by bit with our own cold run
 (one request alone, whole prompt). CI runs every pair of values (tests/e2e/test_parity.py);
 
-    python -m bench.parity [--out FILE] [--seeds N]
+    python -m bench parity [--seeds N]
 
 runs the whole product and writes bench/results/parity.json.
 """
 
 import argparse
 import itertools
-import json
-import platform
 import random
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import transformers
 
+from bench import record
 from bench.plan_driver import Driver, Live, recorded_logits
 from hybserve.core.sampling import SamplingParams
 from hybserve.models.base import Model
@@ -47,8 +43,6 @@ TOLERANCE = 1e-4
 #: Top-2 margin below which the two may choose differently; what follows is another text and is not compared.
 NEAR_TIE = 1e-3
 WHOLE = 0  # chunk: the whole prompt in one step
-
-RESULT = Path(__file__).parent / "results" / "parity.json"
 
 
 class Case(NamedTuple):
@@ -264,21 +258,8 @@ def product(seeds: int) -> Iterator[Case]:
                 yield Case(shape, *rest, page, seed)  # type: ignore[arg-type]
 
 
-def revision() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent).stdout.strip()
-
-
-def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
-
-
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.parity", description="the whole parity product")
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser = argparse.ArgumentParser(prog="python -m bench parity", description="the whole parity product")
     parser.add_argument("--seeds", type=int, default=3, help="schedules per combination at page 4")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -302,23 +283,16 @@ def main(arguments: list[str]) -> int:
             "largest_difference": seen.largest,
         }
         print(f"{shape}: {seen.rows} rows, largest difference {seen.largest:.2e}", file=sys.stderr, flush=True)
-    report = {
+    figures = {
         "what": "greedy tokens and logits against transformers; deterministic mode bit-equal to the cold run",
-        "command": " ".join(["python -m bench.parity", *arguments]),
-        "revision": revision(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": {"processor": processor(), "threads": torch.get_num_threads()},
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
         "factors": FACTORS | {"page": tuple(LENGTHS), "lengths": LENGTHS, "outputs": OUTPUTS},
+        "schedules": options.seeds,
+        "threads": torch.get_num_threads(),
         "tolerance": TOLERANCE,
         "shaky_means": "differs by more than the tolerance, and so does transformers from itself with embeddings "
         "shaken by 1e-7",
         "cases": cases,
-        "rows_compared": tally.rows,
+        "rows": tally.rows,
         "near_ties": tally.near_ties,
         "shaky": tally.shaky,
         "largest_difference": tally.largest,
@@ -326,9 +300,8 @@ def main(arguments: list[str]) -> int:
         "seconds": round(time.monotonic() - began, 1),
         "by_shape": by_shape,
     }
-    options.out.parent.mkdir(exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"{cases} cases, {tally.rows} rows, {len(mismatches)} mismatches: {options.out}", file=sys.stderr)
+    path = record("parity", figures, ["python", "-m", "bench", "parity", *arguments], ("torch", "transformers"))
+    print(f"{cases} cases, {tally.rows} rows, {len(mismatches)} mismatches: {path}", file=sys.stderr)
     return 1 if mismatches else 0
 
 

@@ -65,14 +65,12 @@ class Attention:
             store_kv(pool, k_TJd[stored], v_TJd[stored], pages_T[stored], offsets_T[stored])
         decode, prefill = context.grouped
         if decode is not None and not prefill:
-            return attend_decode(q_THd, pool, context.decode_pages(decode), self._scale).to(q_THd.dtype)
+            return attend_decode(q_THd, pool, context.decode_pages, self._scale)
         out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
         if decode is not None:
-            part = attend_decode(q_THd[decode.tokens], pool, context.decode_pages(decode), self._scale)
-            out_THd[decode.tokens] = part.to(q_THd.dtype)
-        for index, row in enumerate(prefill):
+            out_THd[decode.tokens] = attend_decode(q_THd[decode.tokens], pool, context.decode_pages, self._scale)
+        for row, pages in zip(prefill, context.prefill_pages, strict=True):
             own = slice(row.begin, row.end)
-            pages = context.prefill_pages(index)
             out_THd[own] = attend_prefill(q_THd[own], k_TJd[own], v_TJd[own], pool, pages, self._scale)
         return out_THd
 

@@ -7,7 +7,7 @@ convolution = 2·I·K + U·V, W conv width; I and U are this rank's.
 from collections.abc import Iterator
 
 import torch
-from hybserve_kernels.causal_conv import causal_conv, conv_update
+from hybserve_kernels.causal_conv import causal_conv, conv_taps, conv_update
 from hybserve_kernels.gated_delta import decay_and_strength, scan, step, unit_queries_keys, unit_scale
 
 from hybserve.layers.linear import Linear, ReducedLinear
@@ -41,7 +41,7 @@ class GatedDelta:
         self._in.bind()
         self._norm.bind()
         self._out.bind()
-        self._conv = self._params[f"{self._name}.conv.weight"]
+        self._taps = conv_taps(self._params[f"{self._name}.conv.weight"])
         self._rate = -self._params[f"{self._name}.A_log"].exp()
         self._dt_bias = self._params[f"{self._name}.dt_bias"]
         self._unit_scale = unit_scale(self._key_dim, self._rate.device)
@@ -71,25 +71,25 @@ class GatedDelta:
         matrices, windows = context.matrices[self._index], context.windows[self._index]
         decode, prefill = context.grouped
         if decode is not None and not prefill:
-            qk_N2IK, v_NUV = self._heads_of(conv_update(mixed_TC, windows, decode.slots, self._conv))
-            return step(qk_N2IK, v_NUV, g_TU, beta_TU, matrices, decode.slots)
+            qk_N2IK, v_NUV = self._heads_of(conv_update(mixed_TC, windows, decode.slots, self._taps))
+            return step(qk_N2IK, v_NUV, g_TU, beta_TU, matrices, decode.slot_ids)
         if decode is None and len(prefill) == 1 and not prefill[0].cuts:
             row = prefill[0]
-            qk_T2IK, v_TUV = self._heads_of(causal_conv(mixed_TC, windows, row.slot, self._conv, row.start == 0))
+            qk_T2IK, v_TUV = self._heads_of(causal_conv(mixed_TC, windows, row.slot, self._taps, row.start == 0))
             return scan(qk_T2IK, v_TUV, g_TU, beta_TU, matrices, row.slot, row.start == 0)
         convolved_TC = torch.empty(mixed_TC.shape, dtype=mixed_TC.dtype)
         if decode is not None:
-            convolved_TC[decode.tokens] = conv_update(mixed_TC[decode.tokens], windows, decode.slots, self._conv)
+            convolved_TC[decode.tokens] = conv_update(mixed_TC[decode.tokens], windows, decode.slots, self._taps)
         for row in prefill:
             for own, fresh, export in _pieces(row):
-                convolved_TC[own] = causal_conv(mixed_TC[own], windows, row.slot, self._conv, fresh)
+                convolved_TC[own] = causal_conv(mixed_TC[own], windows, row.slot, self._taps, fresh)
                 if export:
                     windows[export] = windows[row.slot]
         qk_T2IK, v_TUV = self._heads_of(convolved_TC)
         out_TUV = torch.empty(v_TUV.shape, dtype=torch.float32)
         if decode is not None:
             at = decode.tokens
-            out_TUV[at] = step(qk_T2IK[at], v_TUV[at], g_TU[at], beta_TU[at], matrices, decode.slots)
+            out_TUV[at] = step(qk_T2IK[at], v_TUV[at], g_TU[at], beta_TU[at], matrices, decode.slot_ids)
         for row in prefill:
             for own, fresh, export in _pieces(row):
                 out_TUV[own] = scan(qk_T2IK[own], v_TUV[own], g_TU[own], beta_TU[own], matrices, row.slot, fresh)
@@ -110,12 +110,12 @@ class GatedDelta:
             windows[slot].zero_()
         convolved_GC = torch.zeros(mixed_GC.shape, dtype=mixed_GC.dtype)
         for t in range(low, high):
-            convolved_GC[t : t + 1] = conv_update(mixed_GC[t : t + 1], windows, slots, self._conv)
+            convolved_GC[t : t + 1] = conv_update(mixed_GC[t : t + 1], windows, slots, self._taps)
         qk_G2IK, v_GUV = self._heads_of(convolved_GC)
         out_GUV = torch.zeros(v_GUV.shape, dtype=torch.float32)
         for t in range(low, high):
             one = slice(t, t + 1)
-            out_GUV[one] = step(qk_G2IK[one], v_GUV[one], g_GU[one], beta_GU[one], matrices, slots)
+            out_GUV[one] = step(qk_G2IK[one], v_GUV[one], g_GU[one], beta_GU[one], matrices, [slot])
         return out_GUV
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from hybserve_kernels.attention import DecodePages, PrefillPages, decode_pages, prefill_pages
+from hybserve_kernels.attention import RowPages, row_pages
 
 
 class PrefillRow(NamedTuple):
@@ -27,6 +27,7 @@ class DecodeRows(NamedTuple):
 
     tokens: slice | torch.Tensor  # which of T: a slice where they follow one another
     slots: torch.Tensor  # int64
+    slot_ids: list[int]  # the same
     lengths: list[int]  # tokens each one sees, itself included
     block_tables: list[list[int]]
 
@@ -70,8 +71,8 @@ class StepContext:
     tile: tuple[int, int] = (0, 0)
     _grouped: Rows | None = field(default=None, init=False, repr=False)
     _places: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, init=False, repr=False)
-    _decode_pages: DecodePages | None = field(default=None, init=False, repr=False)
-    _prefill_pages: list[PrefillPages] | None = field(default=None, init=False, repr=False)
+    _decode_pages: list[RowPages] | None = field(default=None, init=False, repr=False)
+    _prefill_pages: list[RowPages] | None = field(default=None, init=False, repr=False)
 
     @property
     def rows(self) -> int:
@@ -96,19 +97,24 @@ class StepContext:
             self._places = pages_T, self.locations_T - pages_T * self.page_size
         return self._places
 
-    def decode_pages(self, rows: DecodeRows) -> DecodePages:
+    @property
+    def decode_pages(self) -> list[RowPages]:
+        """Of every row in ``grouped.decode``."""
         if self._decode_pages is None:
-            self._decode_pages = decode_pages(rows.block_tables, rows.lengths, self.page_size)
+            decode = self.grouped.decode
+            rows = [] if decode is None else zip(decode.block_tables, decode.lengths, strict=True)
+            self._decode_pages = [row_pages(table, length - 1, 1, self.page_size) for table, length in rows]
         return self._decode_pages
 
-    def prefill_pages(self, index: int) -> PrefillPages:
-        """Of the prefill row with this index in ``grouped.prefill``."""
+    @property
+    def prefill_pages(self) -> list[RowPages]:
+        """Of every row in ``grouped.prefill``."""
         if self._prefill_pages is None:
             self._prefill_pages = [
-                prefill_pages(row.block_table, row.start, row.end - row.begin, self.page_size)
+                row_pages(row.block_table, row.start, row.end - row.begin, self.page_size)
                 for row in self.grouped.prefill
             ]
-        return self._prefill_pages[index]
+        return self._prefill_pages
 
     def _group(self) -> Rows:
         prefill: list[PrefillRow] = []
@@ -124,12 +130,15 @@ class StepContext:
             return Rows(None, prefill)
         if not prefill:
             lengths = [start + 1 for start in self.starts]
-            return Rows(DecodeRows(slice(0, len(single)), self.slots_N, lengths, self.block_tables), prefill)
+            return Rows(
+                DecodeRows(slice(0, len(single)), self.slots_N, self.slots, lengths, self.block_tables), prefill
+            )
         at = [self.bounds[row] for row in single]
         follow = at[-1] - at[0] == len(at) - 1
         decode = DecodeRows(
             tokens=slice(at[0], at[-1] + 1) if follow else torch.tensor(at),
             slots=torch.tensor([self.slots[row] for row in single]),
+            slot_ids=[self.slots[row] for row in single],
             lengths=[self.starts[row] + 1 for row in single],
             block_tables=[self.block_tables[row] for row in single],
         )

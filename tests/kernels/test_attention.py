@@ -5,12 +5,12 @@ import random
 import pytest
 import torch
 from hybserve_kernels.attention import (
+    RowPages,
     attend_decode,
     attend_prefill,
     attend_tile,
-    decode_pages,
-    prefill_pages,
     reference,
+    row_pages,
     store_kv,
 )
 
@@ -34,6 +34,11 @@ def _fill(
     positions = torch.arange(start, length)
     store_kv(pool, k, v, torch.tensor(table)[positions // page_size], positions % page_size)
     return k, v
+
+
+def _ends(tables: list[list[int]], lengths: list[int], page_size: int) -> list[RowPages]:
+    """Of one query at the end of every row."""
+    return [row_pages(table, length - 1, 1, page_size) for table, length in zip(tables, lengths, strict=True)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -62,7 +67,7 @@ def test_decode_is_the_reference(lengths: list[int], page_size: int, heads: tupl
     for table, length in zip(tables, lengths, strict=True):
         _fill(pool, table, length, page_size)
     q = torch.randn(len(lengths), heads[0] + 3, heads[2])[:, : heads[0]]
-    got = attend_decode(q, pool, decode_pages(tables, lengths, page_size), SCALE)
+    got = attend_decode(q, pool, _ends(tables, lengths, page_size), SCALE)
     for n, (table, length, count) in enumerate(zip(tables, lengths, counts, strict=True)):
         want = reference.attention(q[n : n + 1], pool, table[:count], length - 1, SCALE)
         torch.testing.assert_close(got[n : n + 1], want, rtol=1e-4, atol=1e-5)
@@ -78,7 +83,7 @@ def test_prefill_is_the_reference(start: int, count: int, page_size: int, heads:
     pool = _pool(40, heads, page_size)
     k, v = _fill(pool, table, start + count, page_size)
     q = torch.randn(count, heads[0], heads[2])
-    pages = prefill_pages(table, start, count, page_size)
+    pages = row_pages(table, start, count, page_size)
     got = attend_prefill(q, k[start:], v[start:], pool, pages, SCALE)
     want = reference.attention(q, pool, table[: len(pages.pages_M)], start, SCALE)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
@@ -90,7 +95,7 @@ def test_a_narrower_pool_is_read_even_from_position_zero() -> None:
     pool = _pool(8, HEADS[0], 4, torch.bfloat16)
     k, v = _fill(pool, [1, 2, 3], 10, 4)
     q = torch.randn(10, 4, 16)
-    got = attend_prefill(q, k, v, pool, prefill_pages([1, 2, 3], 0, 10, 4), SCALE)
+    got = attend_prefill(q, k, v, pool, row_pages([1, 2, 3], 0, 10, 4), SCALE)
     torch.testing.assert_close(got, reference.attention(q, pool, [1, 2, 3], 0, SCALE), rtol=1e-4, atol=1e-5)
 
 
@@ -127,5 +132,5 @@ def test_a_row_that_is_not_finite_spoils_no_other() -> None:
         _fill(pool, table, length, 4)
     q = torch.randn(3, 4, 16)
     q[1] = float("nan")
-    got = attend_decode(q, pool, decode_pages(tables, lengths, 4), SCALE)
+    got = attend_decode(q, pool, _ends(tables, lengths, 4), SCALE)
     assert got.isfinite().flatten(1).all(1).tolist() == [True, False, True]

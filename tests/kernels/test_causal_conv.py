@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hybserve_kernels.causal_conv import causal_conv, conv_update, reference
+from hybserve_kernels.causal_conv import causal_conv, conv_taps, conv_update, reference
 
 CHANNELS = 37
 
@@ -21,7 +21,7 @@ def test_a_fresh_row_ignores_its_slot(tokens: int, width: int) -> None:
     torch.manual_seed(0)
     x, weight, windows = torch.randn(tokens, CHANNELS), torch.randn(CHANNELS, width), _windows(width)
     want, after = reference.causal_conv(x, torch.zeros(CHANNELS, width - 1), weight)
-    torch.testing.assert_close(causal_conv(x, windows, 2, weight, True), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(causal_conv(x, windows, 2, conv_taps(weight), True), want, rtol=1e-5, atol=1e-5)
     assert torch.equal(windows[2], after)
     assert bool(windows[[0, 1, 3, 4]].isnan().all())
 
@@ -31,8 +31,8 @@ def test_pieces_and_single_tokens_through_a_slot_are_the_whole(width: int) -> No
     torch.manual_seed(0)
     x, weight, windows = torch.randn(40, CHANNELS), torch.randn(CHANNELS, width), _windows(width)
     want, after = reference.causal_conv(x, torch.zeros(CHANNELS, width - 1), weight)
-    parts = [causal_conv(x[a:b], windows, 3, weight, a == 0) for a, b in ((0, 1), (1, 3), (3, 20), (20, 21))]
-    parts += [conv_update(x[t : t + 1], windows, torch.tensor([3]), weight) for t in range(21, 40)]
+    parts = [causal_conv(x[a:b], windows, 3, conv_taps(weight), a == 0) for a, b in ((0, 1), (1, 3), (3, 20), (20, 21))]
+    parts += [conv_update(x[t : t + 1], windows, torch.tensor([3]), conv_taps(weight)) for t in range(21, 40)]
     torch.testing.assert_close(torch.cat(parts), want, rtol=1e-5, atol=1e-5)
     assert torch.equal(windows[3], after)
 
@@ -44,7 +44,7 @@ def test_one_token_of_many_rows(slots: list[int]) -> None:
     windows[slots] = torch.randn(len(slots), CHANNELS, 3)
     x = torch.randn(len(slots), 2 * CHANNELS)[:, :CHANNELS]
     want = [reference.causal_conv(x[n : n + 1], windows[slot], weight) for n, slot in enumerate(slots)]
-    got = conv_update(x, windows, torch.tensor(slots), weight)
+    got = conv_update(x, windows, torch.tensor(slots), conv_taps(weight))
     torch.testing.assert_close(got, torch.cat([out for out, _ in want]), rtol=1e-5, atol=1e-5)
     for slot, (_, after) in zip(slots, want, strict=True):
         assert torch.equal(windows[slot], after)
@@ -56,8 +56,8 @@ def test_bf16_sums_in_fp32() -> None:
     x, weight = torch.randn(30, CHANNELS).bfloat16(), torch.randn(CHANNELS, 4).bfloat16()
     windows = _windows(4, torch.bfloat16)
     want, after = reference.causal_conv(x, torch.zeros(CHANNELS, 3), weight)
-    torch.testing.assert_close(causal_conv(x, windows, 1, weight, True), want)
+    torch.testing.assert_close(causal_conv(x, windows, 1, conv_taps(weight), True), want)
     assert torch.equal(windows[1].float(), after)
     step, later = reference.causal_conv(x[:1], windows[1], weight)
-    torch.testing.assert_close(conv_update(x[:1], windows, torch.tensor([1]), weight), step)
+    torch.testing.assert_close(conv_update(x[:1], windows, torch.tensor([1]), conv_taps(weight)), step)
     assert torch.equal(windows[1], later)

@@ -68,7 +68,7 @@ def test_pieces_through_a_slot_are_the_whole(heads: tuple[int, int, int, int], d
     want, state = _oracle(row, _zeros(matrices))
     cuts = [0, 1, 64, 65, 67, 130, 190]
     parts = [scan(*row.cut(a, b), matrices, 1, a == 0) for a, b in pairwise(cuts)]
-    parts += [step(*row.cut(t, t + 1), matrices, torch.tensor([1])) for t in range(190, 200)]
+    parts += [step(*row.cut(t, t + 1), matrices, [1]) for t in range(190, 200)]
     torch.testing.assert_close(torch.cat(parts), want, **TOLERANCE)
     torch.testing.assert_close(matrices[1], state, **TOLERANCE)
     other = _matrices(heads)
@@ -89,7 +89,7 @@ def test_step_moves_the_rows_own_slots(heads: tuple[int, int, int, int], slots: 
     row, matrices = _row(len(slots), heads), _matrices(heads)
     matrices[slots] = torch.randn(len(slots), *matrices.shape[1:])
     want = [_oracle(row.cut(n, n + 1), matrices[slot]) for n, slot in enumerate(slots)]
-    got = step(*row, matrices, torch.tensor(slots))
+    got = step(*row, matrices, slots)
     torch.testing.assert_close(got, torch.cat([out for out, _ in want]), **TOLERANCE)
     for slot, (_, state) in zip(slots, want, strict=True):
         torch.testing.assert_close(matrices[slot], state, **TOLERANCE)
@@ -114,7 +114,7 @@ def test_a_bf16_state_is_rounded_once_per_piece() -> None:
     torch.testing.assert_close(matrices[1].float(), state, rtol=1e-2, atol=1e-2)
     more = _row(1, HEADS[1], seed=1)
     want, after = _oracle(more, matrices[1])
-    torch.testing.assert_close(step(*more, matrices, torch.tensor([1])), want, **TOLERANCE)
+    torch.testing.assert_close(step(*more, matrices, [1]), want, **TOLERANCE)
     torch.testing.assert_close(matrices[1].float(), after, rtol=1e-2, atol=1e-2)
 
 
@@ -122,7 +122,7 @@ def test_a_row_that_is_not_finite_spoils_no_other() -> None:
     row, matrices = _row(3, HEADS[1]), _matrices(HEADS[1])
     matrices[1:4] = 0.0
     row.v[1] = float("inf")
-    assert step(*row, matrices, torch.tensor([1, 2, 3])).isfinite().flatten(1).all(1).tolist() == [True, False, True]
+    assert step(*row, matrices, [1, 2, 3]).isfinite().flatten(1).all(1).tolist() == [True, False, True]
     assert matrices.isfinite().flatten(1).all(1)[1:4].tolist() == [True, False, True]
 
 
@@ -144,4 +144,4 @@ def test_gates_must_be_fp32() -> None:
     with pytest.raises(TypeError, match="fp32"):
         scan(row.qk, row.v, row.g.bfloat16(), row.beta, matrices, 1, True)
     with pytest.raises(TypeError, match="fp32"):
-        step(row.qk.bfloat16(), row.v, row.g, row.beta, matrices, torch.tensor([1, 2]))
+        step(row.qk.bfloat16(), row.v, row.g, row.beta, matrices, [1, 2])

@@ -35,7 +35,7 @@ def test_all_decode_rows_are_one_slice() -> None:
     assert decode is not None
     assert decode.tokens == slice(0, 3)
     assert decode.lengths == [6, 2, 10]
-    assert decode.slots.tolist() == [1, 2, 3]
+    assert decode.slots.tolist() == decode.slot_ids == [1, 2, 3]
 
 
 def test_the_first_token_of_a_sequence_is_a_prefill_row() -> None:
@@ -49,7 +49,7 @@ def test_mixed_rows_in_any_order() -> None:
     decode, prefill = step.grouped
     assert decode is not None
     assert decode.tokens == slice(3, 5)
-    assert decode.slots.tolist() == [2, 3]
+    assert decode.slots.tolist() == decode.slot_ids == [2, 3]
     assert [(row.begin, row.end) for row in prefill] == [(0, 3), (5, 9)]
     scattered, _ = context([(5, 1), (0, 3), (8, 1)]).grouped
     assert scattered is not None
@@ -63,12 +63,9 @@ def test_places_and_pages_of_rows() -> None:
     pages, offsets = step.places
     assert pages.tolist() == [10, 10, 11, 21]
     assert offsets.tolist() == [2, 3, 0, 2]
-    decode, _ = step.grouped
-    assert decode is not None
-    read = step.decode_pages(decode)
-    assert read.pages_M.tolist() == [20, 21]
-    assert read.hidden_MG.tolist() == [[False] * 4, [False, False, False, True]]
-    own = step.prefill_pages(0)
+    [read] = step.decode_pages
+    assert (read.pages_M.tolist(), read.length, read.visible_TL) == ([20, 21], 7, None)
+    [own] = step.prefill_pages
     assert (own.pages_M.tolist(), own.length) == ([10, 11], 5)
     assert own.visible_TL is not None
     assert own.visible_TL.tolist()[0] == [True, True, True, False, False]
@@ -78,7 +75,8 @@ def test_what_is_derived_is_derived_once() -> None:
     step = context([(2, 3), (6, 1)])
     assert step.grouped is step.grouped
     assert step.places is step.places
-    assert step.prefill_pages(0) is step.prefill_pages(0)
+    assert step.prefill_pages is step.prefill_pages
+    assert step.decode_pages is step.decode_pages
 
 
 def test_first_position_of_a_tile() -> None:

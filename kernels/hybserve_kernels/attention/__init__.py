@@ -7,21 +7,11 @@ layer is a view of the page-major pool: pages may lie anywhere, but inside a pag
 import torch
 import torch.nn.functional as F
 
-from hybserve_kernels.attention import decode as _decode
 from hybserve_kernels.attention import tile as _tile
-from hybserve_kernels.attention.paging import DecodePages, PrefillPages, decode_pages, prefill_pages
+from hybserve_kernels.attention.paging import RowPages, row_pages
 from hybserve_kernels.device import require_cpu
 
-__all__ = [
-    "DecodePages",
-    "PrefillPages",
-    "attend_decode",
-    "attend_prefill",
-    "attend_tile",
-    "decode_pages",
-    "prefill_pages",
-    "store_kv",
-]
+__all__ = ["RowPages", "attend_decode", "attend_prefill", "attend_tile", "row_pages", "store_kv"]
 
 
 def store_kv(
@@ -34,11 +24,20 @@ def store_kv(
     places_P2GJd[:, 1].index_put_((pages_T, offsets_T), v_TJd.to(pool_P2JGd.dtype))
 
 
-def attend_decode(q_NHd: torch.Tensor, pool_P2JGd: torch.Tensor, rows: DecodePages, scale: float) -> torch.Tensor:
-    """One query of each of N rows over the row's pages (``decode_pages``); its key and value are stored already.
-    [N, H, d] in fp32."""
+def attend_decode(q_NHd: torch.Tensor, pool_P2JGd: torch.Tensor, rows: list[RowPages], scale: float) -> torch.Tensor:
+    """One query of each of N rows over the row's pages; its key and value are stored already. [N, H, d] in q's dtype.
+
+    Row by row: uneven rows cost no padding, and nothing beyond a row's end is read. Plain products in fp32: a fused
+    kernel turns scores that are not finite into zeros, which would hide them."""
     require_cpu("attend_decode", q_NHd, pool_P2JGd)
-    return _decode.decode(q_NHd, pool_P2JGd, rows, scale)
+    kv_heads, dim = pool_P2JGd.shape[2], pool_P2JGd.shape[4]
+    q_NJrd = q_NHd.float().mul(scale).view(len(rows), kv_heads, -1, dim)
+    parts = []
+    for q_Jrd, row in zip(q_NJrd.unbind(0), rows, strict=True):
+        k_JLd, v_JLd = _gather(pool_P2JGd, row, torch.float32).unbind(0)
+        weights_JrL = torch.softmax(torch.bmm(q_Jrd, k_JLd.transpose(1, 2)), dim=-1)
+        parts.append(torch.bmm(weights_JrL, v_JLd))
+    return torch.stack(parts).view(q_NHd.shape).to(q_NHd.dtype)
 
 
 def attend_prefill(
@@ -46,33 +45,33 @@ def attend_prefill(
     k_TJd: torch.Tensor,
     v_TJd: torch.Tensor,
     pool_P2JGd: torch.Tensor,
-    row: PrefillPages,
+    row: RowPages,
     scale: float,
 ) -> torch.Tensor:
-    """The queries of one row over its pages (``prefill_pages``). ``k_TJd`` and ``v_TJd`` are the row's own keys and
-    values, stored already: a row that starts at position 0 reads them instead of the pool. [T, H, d] in q's dtype."""
+    """The queries of one row over its pages. ``k_TJd`` and ``v_TJd`` are the row's own keys and values, stored
+    already: a row that starts at position 0 reads them instead of the pool. [T, H, d] in q's dtype."""
     require_cpu("attend_prefill", q_THd, pool_P2JGd)
-    if row.visible_TL is None and pool_P2JGd.dtype == k_TJd.dtype:
+    tokens = q_THd.shape[0]
+    if row.length == tokens and pool_P2JGd.dtype == k_TJd.dtype:
         k_JLd, v_JLd = k_TJd.transpose(0, 1), v_TJd.transpose(0, 1)
     else:
-        k_JLd, v_JLd = _gather(pool_P2JGd, row, q_THd.dtype)
+        k_JLd, v_JLd = _gather(pool_P2JGd, row, q_THd.dtype).unbind(0)
     out_HTd = F.scaled_dot_product_attention(
         q_THd.transpose(0, 1)[None],
         k_JLd[None],
         v_JLd[None],
         attn_mask=row.visible_TL,
-        is_causal=row.visible_TL is None,
+        is_causal=row.visible_TL is None and tokens > 1,
         scale=scale,
         enable_gqa=q_THd.shape[1] != k_JLd.shape[0],
     )[0]
     return out_HTd.transpose(0, 1)
 
 
-def _gather(pool_P2JGd: torch.Tensor, row: PrefillPages, dtype: torch.dtype) -> torch.Tensor:
+def _gather(pool_P2JGd: torch.Tensor, row: RowPages, dtype: torch.dtype) -> torch.Tensor:
     """Keys and values of the row's positions in order, [2, J, L, d]: nothing beyond its end."""
-    pages_M2JGd = pool_P2JGd.index_select(0, row.pages_M).to(dtype)
-    pages, _, kv_heads, size, dim = pages_M2JGd.shape
-    return pages_M2JGd.permute(1, 2, 0, 3, 4).reshape(2, kv_heads, pages * size, dim)[:, :, : row.length]
+    pages_2JMGd = pool_P2JGd.permute(1, 2, 0, 3, 4).index_select(2, row.pages_M)
+    return pages_2JMGd.flatten(2, 3)[:, :, : row.length].to(dtype)
 
 
 def attend_tile(

@@ -64,12 +64,12 @@ def step(
     g_NU: torch.Tensor,
     beta_NU: torch.Tensor,
     matrices_SUKV: torch.Tensor,
-    slots_N: torch.Tensor,
+    slots: list[int],
 ) -> torch.Tensor:
     """One token of each of N rows that have distinct slots. The output [N, U, V] in fp32; the slots move on."""
-    require_cpu("gated_delta.step", qk_N2IK, v_NUV, matrices_SUKV, slots_N)
+    require_cpu("gated_delta.step", qk_N2IK, v_NUV, matrices_SUKV)
     _check_fp32(qk_N2IK, g_NU, beta_NU)
-    return _step(qk_N2IK, v_NUV.float(), g_NU, beta_NU, matrices_SUKV, slots_N)
+    return _step(qk_N2IK, v_NUV.float(), g_NU, beta_NU, matrices_SUKV, slots)
 
 
 def _check_fp32(*tensors: torch.Tensor) -> None:
