@@ -89,39 +89,43 @@ class PrefixTree:
     # looking
 
     def match(self, key: RootKey, tokens: Sequence[int]) -> Match:
-        """The deepest reusable prefix of ``tokens``, leaving at least one token to compute. Changes nothing."""
+        """The deepest reusable prefix of ``tokens``; KV may match them all, the hit leaves at least one to compute.
+        Changes nothing."""
         page = self.page_size
-        limit = (len(tokens) - 1) // page * page
+        whole = len(tokens) // page * page
         node = self._roots.get(key)
         if node is None:
             return Match(0, 0, 0, "cold", 0, None, None)
         tokens = tuple(tokens)  # slices of a tuple are the children's keys
         depth, source = 0, None
-        while depth < limit:
+        while depth < whole:
             child = node.children.get(tokens[depth : depth + page])
             if child is None:
-                return self._result(tokens, limit, node, depth, source)
+                break
             length = len(child.tokens)  # the key has already compared the first page
             if length > page and (
-                length > limit - depth or tokens[depth + page : depth + length] != child.tokens[page:]
+                length > whole - depth or tokens[depth + page : depth + length] != child.tokens[page:]
             ):
-                pages = _common_pages(child.tokens, tokens, depth, min(length, limit - depth), page)
-                return self._result(tokens, limit, child, depth + pages * page, source)
+                depth += _common_pages(child.tokens, tokens, depth, min(length, whole - depth), page) * page
+                node = child
+                break
             node, depth = child, depth + length
-            if child.checkpoint is not None:
+            if child.checkpoint is not None and depth < len(tokens):
                 source = child
-        return self._result(tokens, limit, node, depth, source)
+        return self._result(tokens, node, depth, source)
 
-    def _result(self, tokens: tuple[int, ...], limit: int, node: Node, depth: int, source: Node | None) -> Match:
+    def _result(self, tokens: tuple[int, ...], node: Node, depth: int, source: Node | None) -> Match:
+        """``depth``: tokens whose KV matches; it ends in ``node``."""
+        most = min(depth, (len(tokens) - 1) // self.page_size * self.page_size)
         state_hit = source.end if source is not None else 0
-        hit = state_hit if self.stateful else depth
+        hit = state_hit if self.stateful else most
         if not self.stateful:
             source = None
-        if hit < depth:
+        if hit < most:
             lost = node.lost if node.end == depth else Lost.NEVER
             return Match(depth, state_hit, hit, str(lost), hit, node, source)
-        if depth >= limit:
-            return Match(depth, state_hit, hit, "full", depth, node, source)
+        if len(tokens) - depth <= self.page_size:
+            return Match(depth, state_hit, hit, "full", hit, node, source)
         reason, at = self._divergence(tokens, node, depth)
         return Match(depth, state_hit, hit, reason, at, node, source)
 
@@ -210,12 +214,14 @@ class PrefixTree:
 
     # publishing
 
-    def publish(self, lease: Lease, tokens: Sequence[int], pages: Sequence[int]) -> list[int]:
+    def publish(self, lease: Lease, tokens: Sequence[int], pages: Sequence[int], *, last: bool = False) -> list[int]:
         """Make the KV of ``tokens`` (whole pages, they follow the lease's end) in ``pages`` matchable, and move the
-        lease to their end.
+        lease to their end. Returns the page ids that changed owner.
 
         Ledger, counted from the lease's end: [0, known) is in the tree already: the tree keeps its pages and the
-        sequence its own copies; [known, end) becomes the tree's. Returns the page ids that changed owner.
+        sequence its own copies; [known, end) becomes the tree's. While the sequence runs it must not hold both, or it
+        would need twice the pages that were planned for it: if anything is known, nothing happens but on its ``last``
+        call, after which it lets go of its copies and of the lease.
         """
         page = self.page_size
         assert len(tokens) == len(pages) * page, "only whole pages are published"
@@ -232,6 +238,8 @@ class PrefixTree:
                 self._cached_pages += len(moved)
                 node, at = child, len(run)
                 continue
+            if not last:
+                return []
             same = _common_pages(child.tokens, run, at, min(len(child.tokens), len(run) - at), page) * page
             node = child if same == len(child.tokens) else self._split(child, child.start + same)
             at += same

@@ -1,5 +1,6 @@
 """The engine role: the loop with its heart beating, until the parent says stop."""
 
+import gc
 import logging
 import time
 from collections.abc import Callable
@@ -49,11 +50,15 @@ def run(
     engine = Engine(scheduler, Loop(scheduler, runner, text), control, clock, debug)
     text.send([ready])
     engine.report(ready)
+    gc.collect()
+    gc.freeze()  # what was loaded stays: walking over it again and again would stall steps
     try:
         engine.serve()
     except ChannelClosed:
         _log.info("the text role is gone; waiting for the parent to stop the engine")
         engine.wait_for_stop()
+    finally:
+        gc.unfreeze()
 
 
 class Engine:

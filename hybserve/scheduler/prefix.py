@@ -196,15 +196,16 @@ class Prefix:
 
     # results
 
-    def publish(self, sequence: Sequence, computed: int) -> None:
-        """Make the KV of the whole pages before ``computed`` (acknowledged) matchable."""
+    def publish(self, sequence: Sequence, computed: int, *, last: bool = False) -> None:
+        """Make the KV of the whole pages before ``computed`` (acknowledged) matchable. ``last``: it leaves now."""
         page, lease, request = self._limits.page_size, sequence.lease_held, sequence.request
         start, end = lease.end, computed // page * page
         if end <= start:
             return
-        moved = self.tree.publish(lease, sequence.ids(start, end), sequence.table[start // page : end // page])
+        pages = sequence.table[start // page : end // page]
+        moved = self.tree.publish(lease, sequence.ids(start, end), pages, last=last)
         sequence.owned.difference_update(moved)
-        if not sequence.shares:
+        if not sequence.shares or not moved:
             return
         request.shared.difference_update(moved)
         prompt_end = min(len(request.prompt) // page * page, end)
@@ -219,7 +220,8 @@ class Prefix:
         outcome = "lost"
         if live and lease is not None:
             self.publish(sequence, position)
-            outcome = "published" if self.tree.attach(lease, position, export.slot) else "duplicate"
+            attached = position <= lease.end and self.tree.attach(lease, position, export.slot)
+            outcome = "published" if attached else "duplicate"
             self._kept(sequence, position)
         if outcome != "published":
             self._slots.free([export.slot], fence)

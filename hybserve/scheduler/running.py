@@ -51,10 +51,20 @@ class Running:
         """Whether ``group`` more sequences may run, as far as slots go; touches nothing."""
         return len(self.sequences) + group <= self.limits.max_running and self.prefix.reachable_slots >= group
 
+    def _owed(self) -> int:
+        """Pages that running sequences will ask for soon."""
+        page_size, owed = self.limits.page_size, len(self.sequences)
+        for sequence in self.sequences:
+            if sequence.state is State.PREFILL and sequence.fill > sequence.capacity:
+                owed += pages_of(sequence.fill - sequence.capacity, page_size)
+        return owed
+
     def admit(self, lead: Sequence, pages: int, match: Match | None) -> bool:
         """Let a group in: a slot for each, and for the lead, which prefills for all, the hit and ``pages`` pages more.
 
-        All or nothing: false, and nothing but evictable content is touched, if eviction cannot make the room.
+        All or nothing: false, and nothing but evictable content is touched, if eviction cannot make the room. What was
+        parked must also find, beside others, the pages that they still need to prefill and one for each of them to
+        grow: let back in with less, it would soon be parked again and its recomputed tokens lost.
         """
         prefix, group = self.prefix, len(lead.group)
         source = match.source if match is not None else None
@@ -62,7 +72,11 @@ class Running:
             lead.lease = prefix.tree.lease(lead.request.root, match)
             if source is not None:
                 prefix.tree.pin(source)
-        if not self._make_room(group, pages):
+        owed = 0
+        if lead.state is State.PARKED and self.sequences:
+            kv_hit = match.kv_hit if match is not None else 0
+            owed = max(pages_of(lead.fill - kv_hit, self.limits.page_size) - pages, 0) + self._owed()
+        if not self._make_room(group, pages, owed):
             if source is not None:
                 prefix.tree.unpin(source, self.step)
             prefix.release(lead, self.step)
@@ -77,9 +91,10 @@ class Running:
         self.grow(lead, pages)
         return True
 
-    def _make_room(self, group: int, pages: int) -> bool:
+    def _make_room(self, group: int, pages: int, owed: int) -> bool:
+        """Evict for ``group`` slots and ``pages`` pages, if ``owed`` pages more could be had later."""
         prefix = self.prefix
-        if prefix.reachable_slots < group or prefix.reachable_pages < pages:
+        if prefix.reachable_slots < group or prefix.reachable_pages < pages + owed:
             return False
         return prefix.reclaim_slots(group, self.step) and prefix.reclaim_pages(pages, self.step)
 
@@ -148,7 +163,7 @@ class Running:
         self.slots.free([sequence.slot], self.step)
         if publish and sequence.lease is not None and sequence.output:
             behind = sequence.settled < sequence.fill  # a resumed prefill has not come back to where it was
-            self.prefix.publish(sequence, sequence.settled if behind else sequence.length - 1)
+            self.prefix.publish(sequence, sequence.settled if behind else sequence.length - 1, last=True)
         self.pages.free(sequence.owned, self.step)
         if sequence.shares:
             self._unshare(sequence)

@@ -58,7 +58,7 @@ def test_at_least_one_token_is_left_to_compute() -> None:
     world = World()
     world.put(run(1, 2), 4, 8)
     match = world.tree.match(KEY, run(1, 2))
-    assert (match.kv_hit, match.hit, match.reason) == (4, 4, "full")
+    assert (match.kv_hit, match.hit, match.reason) == (8, 4, "full")
     match = world.tree.match(KEY, run(1, 2, tail=1))
     assert (match.kv_hit, match.hit, match.reason) == (8, 8, "full")
 
@@ -109,8 +109,12 @@ def test_duplicate_publish_keeps_the_tree_page() -> None:
     second = world.tree.lease(KEY, world.tree.match(KEY, run(1, 2)))
     mine, yours = world.pages.take(2), world.pages.take(2)
     assert world.tree.publish(first, run(1, 2), mine) == mine
-    assert world.tree.publish(second, run(1, 2), yours) == []
-    assert world.tree.pages_of(second) == mine
+    longer = yours + world.pages.take(1)
+    assert world.tree.publish(second, run(1, 2, 3), longer) == []
+    assert second.end == 0
+    world.check({"second": longer})
+    assert world.tree.publish(second, run(1, 2, 3), longer, last=True) == longer[2:]
+    assert world.tree.pages_of(second) == [*mine, longer[2]]
     world.check({"second": yours})
 
 

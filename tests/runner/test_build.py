@@ -62,3 +62,36 @@ def test_model_that_computes_nan_is_refused(checkpoint, make_limits, monkeypatch
     monkeypatch.setattr("hybserve.runner.main.load_weights", lambda *args: args[3]["norm.weight"].fill_(float("nan")))
     with pytest.raises(ModelError, match="finite"):
         build_runner(Deployment(), spec, make_limits(), checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("model", "kv", "state"),
+    [
+        ("bfloat16", "bfloat16", "float32"),
+        ("bfloat16", "float8_e4m3fn", "bfloat16"),
+        ("float16", "float16", "float32"),
+        ("float32", "float8_e4m3fn", "float32"),
+    ],
+)
+def test_other_dtypes_stay_close_to_fp32(checkpoint, make_limits, model, kv, state):
+    """Log-probabilities of the prompt, in chunks beside a decoding row, near those of the fp32 engine."""
+    spec = read_model_spec(checkpoint)
+
+    def scores(dtype: str, **changes: str) -> torch.Tensor:
+        limits = make_limits(**changes)
+        deployment = Deployment.build({"model": {"dtype": dtype}})
+        runner = build_runner(deployment, spec, limits, checkpoint)
+        driver = Driver(runner, limits)
+        other = driver.add([1, 2], SamplingParams(temperature=0.0))
+        driver.step([(other, 2)])
+        live = driver.add(list(range(20, 40)), SamplingParams(temperature=0.0, prompt_logprobs=0))
+        for _ in range(5):
+            assert driver.step([(other, 1), (live, 4)]).bad == []
+        assert runner.pools.padding_intact()
+        return torch.tensor([entry.logprob for entry in driver.prompt_logprobs[id(live)]])
+
+    exact = scores("float32")
+    close = scores(model, kv_dtype=kv, state_dtype=state, conv_dtype=model)
+    assert len(exact) == len(close) == 19
+    assert float((exact - close).abs().mean()) < 0.1 * float(exact.abs().mean())
+    assert float((exact - close).abs().max()) > 0

@@ -25,7 +25,10 @@ from hybserve.scheduler.request import Sequence
 from hybserve.scheduler.step import StepMaker
 from tests.fakes import limits
 from tests.scheduler.rig import Rig
-from tests.scheduler.test_state_machine import BUDGET, LONGEST, PAGE, VOCAB, SchedulerMachine
+from tests.scheduler.test_state_machine import BUDGET, LONGEST, MUTANT_BUDGET, PAGE, VOCAB, SchedulerMachine
+
+#: (seed, position) of states that are not finite.
+BROKEN = tuple((seed, position) for seed in (2, 3, 5, 7) for position in (PAGE, 2 * PAGE, 4 * PAGE))
 
 
 def floor(max_running: int, step_tokens: int, **changes: Any) -> EngineLimits:
@@ -47,7 +50,7 @@ class PrefixMachine(SchedulerMachine):
         slots=st.sampled_from([0, 0, 2, 6]),
         stateful=st.sampled_from([True, True, True, False]),
         every=st.sampled_from([0, PAGE, 2 * PAGE]),
-        bad=st.sampled_from([(), (), ((2, PAGE), (3, 2 * PAGE))]),
+        bad=st.sampled_from([(), BROKEN]),
     )
     def begin(
         self, running: int, step_tokens: int, pages: int, slots: int, stateful: bool, every: int,
@@ -266,4 +269,4 @@ MUTANTS = [
 def test_the_net_catches(mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)
     with pytest.raises(Exception):  # noqa: B017, PT011
-        run_state_machine_as_test(PrefixMachine, settings=BUDGET)
+        run_state_machine_as_test(PrefixMachine, settings=MUTANT_BUDGET)
