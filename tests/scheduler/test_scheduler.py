@@ -556,20 +556,16 @@ def test_metrics_say_what_happened() -> None:
 
 
 def test_F68_a_parked_sequence_waits_for_the_tokens_it_has_in_flight() -> None:
-    rig = Rig(max_running=2, state_slots=3, kv_pages=6)
+    rig = Rig(max_running=2, state_slots=3, kv_pages=8)
     rig.ask(1, 6, max_tokens=12)
     rig.ask(2, 6, max_tokens=12)
     while not rig.scheduler.running.parks:
-        if rig.planned is not None:
-            rig.launch()
-        assert rig.plan() is not None
+        rig.plan()
+        rig.launch()
         if rig.scheduler.in_flight > 2:
-            if not rig.runner.pending:
-                rig.launch()
             rig.collect()
             rig.settle()
     rig.tell(Cancel(1))
-    rig.launch()
     assert rig.plan() is None, "it was let back in before its last token was known"
     while rig.runner.pending:
         rig.collect()
