@@ -300,7 +300,7 @@ def main(arguments: list[str]) -> int:
         "seconds": round(time.monotonic() - began, 1),
         "by_shape": by_shape,
     }
-    path = record("parity", figures, ["python", "-m", "bench", "parity", *arguments], ("torch", "transformers"))
+    path = record("parity", figures, sys.orig_argv, ("torch", "transformers"))
     print(f"{cases} cases, {tally.rows} rows, {len(mismatches)} mismatches: {path}", file=sys.stderr)
     return 1 if mismatches else 0
 

@@ -99,6 +99,25 @@ def demo() -> None:
     sys.exit(run())
 
 
+@cli.command("explain-miss")
+@click.argument("a", type=click.Path(exists=True, dir_okay=False))
+@click.argument("b", type=click.Path(exists=True, dir_okay=False))
+@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="The running server.")
+@click.option("--api-key-env", metavar="NAME", help="Environment variable that holds the API key.")
+def explain_miss(a: str, b: str, url: str, api_key_env: str | None) -> None:
+    """Say where prompts A and B part, and what B would reuse on a running server.
+
+    A and B are files: the JSON body of a request, or plain text.
+    """
+    import os
+    from pathlib import Path
+
+    from hybserve.explain import api_key
+    from hybserve.explain import explain_miss as explain
+
+    click.echo(explain(Path(a), Path(b), url, api_key(api_key_env, os.environ)))
+
+
 @cli.command()
 def version() -> None:
     """Print the version."""

@@ -14,5 +14,7 @@ What clients meet beyond OpenAI's own description:
 * ``usage`` in a stream comes only when asked for, as a last chunk without choices; with ``continuous_usage_stats``
   every chunk but the one with ``finish_reason`` carries the counts so far.
 * ``return_token_ids``: ``prompt_token_ids`` stands once, at the top; with several prompts in the first choice of each.
+* ``POST …/render`` behind both generating routes takes the same body and generates nothing: the text, the ids, and
+  which prefix of them is cached. ``POST /flush_cache`` is the admin's.
 * Top-level ``hybserve`` beside ``usage`` tells what the cache did and where the time went.
 """

@@ -22,10 +22,12 @@ from hybserve.core.messages import (
     Drain,
     Failed,
     Fatal,
+    Flushed,
     Heartbeat,
     Loading,
     MetricsSnapshot,
     Ready,
+    Rendered,
     ToApi,
     Tokenized,
 )
@@ -53,7 +55,7 @@ class Gone:
     """In a call's queue: the client has hung up."""
 
 
-Reply: TypeAlias = Accepted | Delta | Done | Failed | Tokenized | Detokenized
+Reply: TypeAlias = Accepted | Delta | Done | Failed | Tokenized | Detokenized | Rendered | Flushed
 Event: TypeAlias = tuple[int, Reply | Ping | Gone]
 
 PING: Event = (-1, Ping())
@@ -188,7 +190,7 @@ class Bridge:
                 if route is not None:
                     route[0].quiet = False
                     route[0].push((route[1], message))
-            case Done() | Failed() | Tokenized() | Detokenized():
+            case Done() | Failed() | Tokenized() | Detokenized() | Rendered() | Flushed():
                 route = self._routes.pop(message.uid, None)
                 if route is not None:
                     route[0].push((route[1], message))

@@ -19,8 +19,8 @@ ABSENT_ROUTES = {
     "/v1/messages/count_tokens": "The messages API is not served; use /tokenize to count tokens.",
 }
 SERVED = (
-    "/v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health, /health/ready, /metrics and "
-    "/version"
+    "/v1/chat/completions, /v1/completions (both with /render), /v1/models, /tokenize, /detokenize, /health, "
+    "/health/ready, /metrics, /version and /flush_cache"
 )
 
 
@@ -64,6 +64,11 @@ def too_slow(seconds: float) -> RequestError:
 def invalid_api_key() -> RequestError:
     message = "A valid API key is needed: send it as 'Authorization: Bearer KEY'."
     return RequestError(ErrorBody(message, "authentication_error", "invalid_api_key", None, 401))
+
+
+def admin_only() -> RequestError:
+    message = "This route needs the admin key (server.admin_api_key_env names the variable that holds it)."
+    return RequestError(ErrorBody(message, "permission_error", "permission_denied", None, 403))
 
 
 def too_many_connections() -> RequestError:

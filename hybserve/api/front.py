@@ -88,7 +88,7 @@ class Front:
             raise headers_too_large(settings.max_header_bytes)
         for value in header(scope, b"x-request-id")[:1]:
             exchange.request_id = usable_request_id(value) or exchange.request_id
-        exchange.tenant = authorise(scope, settings.key_digests)
+        exchange.tenant = authorise(scope, settings)
         if _is_over_limit(scope) and scope["path"] not in OPEN_PATHS | LOCAL_PATHS:
             raise too_many_connections()
         if any(value.strip().lower() not in (b"", b"identity") for value in header(scope, b"content-encoding")):

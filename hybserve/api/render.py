@@ -33,22 +33,25 @@ class Totals:
 
     def hybserve(self) -> dict[str, Any]:
         """The block beside usage: cache truth and where the time went."""
-        cache, timing = self.cache or CacheTruth(), self.timing or Timing()
-        tiers = {"device": cache.device, "host": cache.host, "file": cache.file}
+        timing = self.timing or Timing()
         decoded = max(self.completion_tokens - self._choices, 0)
         rate = round(1000 * decoded / timing.decode, 1) if timing.decode > 0 else 0.0
         return {
-            "cache": {
-                "kv_hit": cache.kv_hit,
-                "state_hit": cache.state_hit,
-                "hit": cache.hit,
-                "reason": cache.reason,
-                "at": cache.at,
-                "tiers": tiers,
-            },
+            "cache": cache_body(self.cache or CacheTruth()),
             "timing_ms": {key: round(value, 3) for key, value in msgspec.structs.asdict(timing).items()},
             "tok_per_s": rate,
         }
+
+
+def cache_body(cache: CacheTruth) -> dict[str, Any]:
+    return {
+        "kv_hit": cache.kv_hit,
+        "state_hit": cache.state_hit,
+        "hit": cache.hit,
+        "reason": cache.reason,
+        "at": cache.at,
+        "tiers": {"device": cache.device, "host": cache.host, "file": cache.file},
+    }
 
 
 def usage_body(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:

@@ -13,10 +13,21 @@ from hybserve.api.exchange import ClientGone, Receive, Scope, Send, exchange_of,
 from hybserve.api.front import Handler
 from hybserve.api.generation import generate, open_call
 from hybserve.api.metrics import CONTENT_TYPE, render_metrics
-from hybserve.api.schema import Schema
+from hybserve.api.render import cache_body
+from hybserve.api.schema import Order, Schema
 from hybserve.api.settings import ApiSettings
-from hybserve.core.errors import RequestError, model_not_found
-from hybserve.core.messages import Detokenize, Detokenized, Failed, Tokenize, Tokenized
+from hybserve.core.errors import RequestError, invalid_value, model_not_found
+from hybserve.core.messages import (
+    Detokenize,
+    Detokenized,
+    Failed,
+    Flush,
+    Flushed,
+    Render,
+    Rendered,
+    Tokenize,
+    Tokenized,
+)
 from hybserve.core.types import ServingFacts
 from hybserve.observe.metrics import Metrics
 
@@ -38,6 +49,8 @@ class Routes:
         return [
             Route("/v1/chat/completions", Handler(self.chat), methods=["POST"]),
             Route("/v1/completions", Handler(self.completions), methods=["POST"]),
+            Route("/v1/chat/completions/render", Handler(self.render_chat), methods=["POST"]),
+            Route("/v1/completions/render", Handler(self.render_completion), methods=["POST"]),
             Route("/v1/models", Handler(self.models), methods=["GET"]),
             Route("/v1/models/{name:path}", Handler(self.model), methods=["GET"]),
             Route("/tokenize", Handler(self.tokenize), methods=["POST"]),
@@ -46,6 +59,7 @@ class Routes:
             Route("/health/ready", Handler(self.ready), methods=["GET"]),
             Route("/metrics", Handler(self.metrics), methods=["GET"]),
             Route("/version", Handler(self.version), methods=["GET"]),
+            Route("/flush_cache", Handler(self.flush_cache), methods=["POST"]),
         ]
 
     # generation
@@ -79,6 +93,41 @@ class Routes:
         if not isinstance(reply, Detokenized):
             raise RequestError(unexpected(reply))
         await send_json(scope, send, msgspec.json.encode({"prompt": reply.text}))
+
+    async def render_chat(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._render(await self._body(scope, receive, self._schema.chat), scope, receive, send)
+
+    async def render_completion(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._render(await self._body(scope, receive, self._schema.completion), scope, receive, send)
+
+    async def _render(self, order: Order, scope: Scope, receive: Receive, send: Send) -> None:
+        """The prompt of a request as the model would read it, and which of it is cached for this client now."""
+        exchange = exchange_of(scope)
+        exchange.ignored, exchange.warnings = order.ignored, order.warnings
+        exchange.request_id = order.request_id or exchange.request_id
+        if len(order.prompts) != 1:
+            raise invalid_value("Only one prompt can be rendered at a time.", "prompt")
+        prompt, specials = order.prompts[0], order.add_special_tokens
+        reply = await self._ask(receive, lambda uid: Render(uid, prompt, specials, exchange.tenant, order.cache_salt))
+        if not isinstance(reply, Rendered):
+            raise RequestError(unexpected(reply))
+        exchange.prompt_tokens, exchange.cache = len(reply.ids), reply.cache
+        body = {
+            "text": reply.text,
+            "token_ids": reply.ids,
+            "tokens": len(reply.ids),
+            "hybserve": {"cache": cache_body(reply.cache)},
+        }
+        await send_json(scope, send, msgspec.json.encode(body))
+
+    # cache
+
+    async def flush_cache(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Forget what is cached; a body is not needed and not read."""
+        reply = await self._ask(receive, Flush)
+        if not isinstance(reply, Flushed):
+            raise RequestError(unexpected(reply))
+        await send_json(scope, send, msgspec.json.encode({"pages": reply.pages, "states": reply.states}))
 
     async def _ask(self, receive: Receive, message: Any) -> object:
         """One question to text and its one reply. Raises what text refuses with."""

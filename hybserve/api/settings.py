@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from hybserve.config.deployment import Deployment
+from hybserve.config.deployment import Deployment, is_loopback
 from hybserve.core.errors import ConfigError
 
 #: File descriptors kept free for links, logs and the listening socket.
@@ -19,9 +19,15 @@ MAX_CONNECTIONS = 4096
 
 
 class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of the HTTP front. ``key_digests`` are SHA-256 digests of the accepted API keys; empty = open server."""
+    """Limits of the HTTP front. ``key_digests`` are SHA-256 digests of the accepted API keys; empty = open server.
+
+    ``admin_digests`` are those of them that open the admin routes too. Without any key these routes are open if
+    ``loopback``: the server listens only where this host can reach it.
+    """
 
     key_digests: tuple[bytes, ...] = ()
+    admin_digests: tuple[bytes, ...] = ()
+    loopback: bool = False
     max_body: int = 64 * 2**20
     max_header_bytes: int = 64 * 2**10
     max_headers: int = 256
@@ -48,6 +54,10 @@ def _key_digest(variable: str, environ: Mapping[str, str]) -> bytes:
     return hashlib.sha256(os.fsencode(key.strip())).digest()
 
 
+def _digests(variable: str | None, environ: Mapping[str, str]) -> tuple[bytes, ...]:
+    return (_key_digest(variable, environ),) if variable else ()
+
+
 def _connection_limit() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     ceiling = MAX_CONNECTIONS
@@ -57,9 +67,11 @@ def _connection_limit() -> int:
 def from_deployment(deployment: Deployment, environ: Mapping[str, str] = os.environ) -> ApiSettings:
     """Settings of one deployment. Raises ConfigError when a named key variable is empty."""
     server = deployment.server
-    named = [name for name in (server.api_key_env, server.admin_api_key_env) if name]
+    users, admins = (_digests(name, environ) for name in (server.api_key_env, server.admin_api_key_env))
     return ApiSettings(
-        key_digests=tuple(_key_digest(name, environ) for name in named),
+        key_digests=users + admins,
+        admin_digests=admins,
+        loopback=is_loopback(server.host),
         max_body=server.max_body,
         max_connections=_connection_limit(),
         drain_timeout=server.drain_timeout,

@@ -299,7 +299,8 @@ def _not_yet(deployment: Deployment) -> list[tuple[str, str]]:
     ]
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this host can reach what listens there."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -310,7 +311,7 @@ def _conflicts(deployment: Deployment) -> list[tuple[str, str]]:
     """What is wrong between keys, as (key, what to do)."""
     server, engine, memory, cache = deployment.server, deployment.engine, deployment.memory, deployment.cache
     problems = []
-    if not _is_loopback(server.host) and server.api_key_env is None and not server.insecure:
+    if not is_loopback(server.host) and server.api_key_env is None and not server.insecure:
         problems.append((
             "server.host",
             f"{server.host} can be reached from other hosts and no API key is set; set server.api_key_env to the name "

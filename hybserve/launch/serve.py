@@ -1,5 +1,6 @@
 """``hybserve serve``: refuse what cannot work before anything is loaded, start the roles, watch them, end in order."""
 
+import http.client
 import logging
 import os
 import socket
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 #: Seconds without a sign of life after which a role is lost. One step of a large model on CPU takes long.
 SILENCE = {"cpu": 300.0, "cuda": 60.0}
 _BACKLOG = 2048
+_PROBE = 1.0  # seconds to wait for the answer of our own readiness route
 _DELIVERY = 3.0  # seconds in which api and text hand out the errors of a lost role
 _ABORT = 5.0  # seconds in which a role may end by itself once it was told to stop
 _DRAIN_SLACK = 5.0  # seconds beyond server.drain_timeout until a drain is cut off
@@ -100,13 +102,16 @@ class StageClock:
 
 
 def _run(prepared: Prepared, listener: socket.socket, group: RoleGroup, signals: StopSignals, clock: StageClock) -> int:
-    url = _url(prepared.deployment.server.host, listener)
+    host, port = _reachable(prepared.deployment.server.host), listener.getsockname()[1]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     _start_roles(prepared, listener, group)
     weights = sum(stage.weight_bytes for stage in prepared.plan.stages)
     with LoadProgress(weights) as progress:
         while not group.ready and not signals.count():
             for message in group.poll(signals.wake):
                 progress.show(message)
+        while not signals.count() and not _answers(host, port):
+            group.poll(signals.wake)
     if signals.count():  # nobody was served yet: leaving the group ends all of them
         return EXIT_OK
     ready = [role.ready for role in group.roles.values() if role.ready is not None]
@@ -195,11 +200,21 @@ def _hand_out_errors(group: RoleGroup) -> None:
         _stop(group)
 
 
-def _url(host: str, listener: socket.socket) -> str:
-    port = listener.getsockname()[1]
-    if host in ("0.0.0.0", "::", ""):
-        host = "127.0.0.1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def _reachable(host: str) -> str:
+    """A host name by which this machine reaches what listens on ``host``."""
+    return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def _answers(host: str, port: int) -> bool:
+    """Whether clients are served by now: every role has said Ready, but the word must also have reached the api."""
+    connection = http.client.HTTPConnection(host, port, timeout=_PROBE)
+    try:
+        connection.request("GET", "/health/ready")
+        return connection.getresponse().status == http.HTTPStatus.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
 
 
 def _format(deployment: Deployment) -> log.Format:

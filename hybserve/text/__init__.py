@@ -2,10 +2,13 @@
 
     tokenize     the model's tokenizer files, checked, and encoding
     chat         conversations to text by the chat template
+    anchors      places of a conversation that are worth a checkpoint
+    prepare      checks of every prompt; short texts encoded on the spot
     jobs/worker  the process that renders templates and encodes long texts, and the hold on it
     detokenize   ids back to text, one token at a time
     stop         stop strings across token borders
     request      what the tokens of one request become on the way out
+    lookups      questions that generate nothing: tokenize, detokenize, render, flush
     core         the role without its sockets: messages in, messages out
     main         the role's process
 

@@ -15,56 +15,48 @@ import msgspec
 from hybserve.core.errors import (
     ErrorBody,
     RequestError,
-    context_length_exceeded,
     deadline_exceeded,
     engine_error,
-    invalid_value,
     unavailable,
-    unsupported_parameter,
 )
 from hybserve.core.messages import (
     Accepted,
     Cancel,
     ChatPrompt,
     Detokenize,
-    Detokenized,
     Done,
     Drain,
     Failed,
     Fatal,
     Finished,
+    Flush,
+    Flushed,
     FromScheduler,
     Generate,
     Heartbeat,
     Loading,
     MetricsSnapshot,
+    Probed,
     PromptLogprobs,
     Ready,
+    Render,
     StopAt,
     Submit,
     TextPrompt,
     ToApi,
     Tokenize,
-    Tokenized,
     Tokens,
     ToScheduler,
     ToText,
 )
 from hybserve.core.types import Ended, ServingFacts
-from hybserve.observe.metrics import LATENCY_BOUNDS, Metrics
+from hybserve.observe.metrics import Metrics
 from hybserve.text.detokenize import Detokenizer
-from hybserve.text.jobs import Decode, Decoded, Encode, Encoded, Job, Outcome, Refused
+from hybserve.text.jobs import Decoded, Encode, Encoded, Job, Outcome, Refused
+from hybserve.text.lookups import Lookups
+from hybserve.text.prepare import Preparation
 from hybserve.text.request import Request
-from hybserve.text.tokenize import Tokenizer, too_many_bytes
-
-#: Texts up to this many characters are encoded on the spot (under two milliseconds); the rest goes to the worker.
-INLINE_TEXT = 2048
-#: … and no more than this of them in one turn: a batch of a thousand prompts must not stall the running streams.
-INLINE_TURN = 4 * INLINE_TEXT
-#: As many ids are decoded on the spot.
-INLINE_IDS = 8192
-#: JSON around a conversation may take this much beyond the text itself.
-_JSON_SLACK = 1 << 16
+from hybserve.text.tokenize import Tokenizer
 
 
 class TextCore:
@@ -81,23 +73,27 @@ class TextCore:
         self._facts = facts
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer)
-        self._allow_template = allow_template
         self._draw_seed = draw_seed
         self._clock = clock
-        self._limit = tokenizer.byte_limit(facts.max_seq_len)
         self._requests: dict[int, Request] = {}
-        self._lookups: dict[int, tuple[int, Tokenize | Detokenize, float]] = {}  # uid -> api, question, asked at
-        self._inline_left = 0  # characters that may still be encoded on the spot in this turn
         self._draining = False
         self._engine_gone = False
         self.apis: set[int] = set()
         self.metrics = Metrics("text")
-        self._encode_seconds = self.metrics.histogram("hybserve_text_encode_seconds", LATENCY_BOUNDS)
+        self._preparation = Preparation(facts, tokenizer, allow_template, self.metrics, clock)
         #: Outboxes; the owner empties them after each turn.
         self.to_apis: dict[int, list[ToApi]] = {}
         self.to_engine: list[ToScheduler] = []
         self.jobs: list[Job] = []
         self.withdrawn: list[int] = []  # jobs that nobody waits for any more
+        self._lookups = Lookups(
+            self._preparation,
+            self._detokenizer,
+            clock,
+            self._send,
+            self._tell_engine,
+            lambda job: self.jobs.append(job),
+        )
 
     @property
     def active(self) -> int:
@@ -111,7 +107,7 @@ class TextCore:
     # api -> text
 
     def from_api(self, api: int, messages: Iterable[ToText]) -> None:
-        self._inline_left = INLINE_TURN
+        self._preparation.begin_turn()
         for message in messages:
             match message:
                 case Submit():
@@ -119,7 +115,9 @@ class TextCore:
                 case Cancel(uid=uid):
                     self._cancel(uid)
                 case Tokenize() | Detokenize():
-                    self._lookup(api, message)
+                    self._lookups.ask(api, message)
+                case Render() | Flush():
+                    self._ask_engine(api, message)
                 case Drain():
                     self.drain(message)
 
@@ -132,7 +130,7 @@ class TextCore:
         self.apis.discard(api)
         self.to_apis.pop(api, None)
         mine = [uid for uid, request in self._requests.items() if request.api == api]
-        mine += [uid for uid, (asker, _, _) in self._lookups.items() if asker == api]
+        mine += self._lookups.of(api)
         for uid in mine:
             self._cancel(uid)
 
@@ -147,64 +145,39 @@ class TextCore:
             self._fail(submit.uid, error.body)
 
     def _check_submit(self, submit: Submit) -> None:
+        self._check_engine()
+        for token in submit.sampling.stop_ids:
+            self._preparation.check_id(token, "stop_token_ids")
+        for token, _ in submit.sampling.logit_bias:
+            self._preparation.check_id(token, "logit_bias")
+
+    def _check_engine(self) -> None:
+        """Raises RequestError when nothing new may go there."""
         if self._engine_gone:
             raise unavailable("engine_unhealthy", "The engine has stopped.")
         if self._draining:
             raise unavailable("draining", "The server is shutting down and takes no new requests.")
-        for token in submit.sampling.stop_ids:
-            self._check_id(token, "stop_token_ids")
-        for token, _ in submit.sampling.logit_bias:
-            self._check_id(token, "logit_bias")
-
-    def _check_id(self, token: int, param: str) -> None:
-        if not 0 <= token < self._facts.vocab_size:
-            raise invalid_value(
-                f"{param} has the token id {token}; this model's ids run from 0 to {self._facts.vocab_size - 1}.", param
-            )
 
     def _prepare(self, request: Request) -> None:
         """Encode on the spot what is short; hand the rest to the worker. Raises RequestError."""
         prompt = request.submit.prompt
         if isinstance(prompt, ChatPrompt | TextPrompt):
-            ids = self._encode_now(prompt, request.submit.add_special_tokens)
+            ids = self._preparation.encode_now(prompt, request.submit.add_special_tokens)
             if ids is None:
-                self.jobs.append(Encode(request.submit.uid, prompt, request.submit.add_special_tokens))
+                specials, chat = request.submit.add_special_tokens, isinstance(prompt, ChatPrompt)
+                self.jobs.append(Encode(request.submit.uid, prompt, specials, anchors=chat))
                 return
         else:
             ids = prompt.ids
-        self._generate(request, ids)
+        self._generate(request, ids, [])
 
-    def _encode_now(self, prompt: ChatPrompt | TextPrompt, add_special_tokens: bool) -> list[int] | None:
-        """The ids of a short text; None = a job for the worker. Raises RequestError for what no worker need see."""
-        if isinstance(prompt, ChatPrompt):
-            if prompt.template is not None and not self._allow_template:
-                raise unsupported_parameter(
-                    "This server does not take chat templates from requests (text.allow_request_template).",
-                    "chat_template",
-                )
-            self._check_size(len(prompt.messages_json), 2 * self._limit + _JSON_SLACK, "messages")
-            return None
-        if len(prompt.text) > min(INLINE_TEXT, self._inline_left):
-            self._check_size(len(prompt.text), self._limit, "prompt")
-            return None
-        self._inline_left -= len(prompt.text)
-        started = self._clock()
-        ids = self._tokenizer.encode(prompt.text, add_special_tokens)
-        self._encode_seconds.observe(self._clock() - started)
-        return ids
-
-    def _check_size(self, size: int, limit: int, param: str) -> None:
-        if size > limit:
-            raise too_many_bytes(size, limit, self._facts.max_seq_len, param)
-
-    def _generate(self, request: Request, ids: list[int]) -> None:
+    def _generate(self, request: Request, ids: list[int], anchors: list[int]) -> None:
         """Check the encoded prompt and hand it to the scheduler. Raises RequestError."""
         submit = request.submit
-        param = "messages" if isinstance(submit.prompt, ChatPrompt) else "prompt"
-        prompt, hidden = self._checked_prompt(ids, param), self._hidden(submit, ids)
+        prompt, hidden = self._preparation.checked(ids, submit.prompt), self._hidden(submit, ids)
         sampling = msgspec.structs.replace(
             submit.sampling,
-            max_tokens=self._max_tokens(len(prompt), submit.sampling.max_tokens),
+            max_tokens=self._preparation.max_tokens(len(prompt), submit.sampling.max_tokens),
             seed=submit.seed if submit.seed is not None else self._draw_seed(),
             stop_ids=self._stop_ids(submit),
         )
@@ -220,18 +193,9 @@ class TextCore:
                 submit.priority,
                 request.arrival,
                 submit.timeout,
+                anchors,
             )
         )
-
-    def _checked_prompt(self, ids: list[int], param: str) -> list[int]:
-        if not ids:
-            if self._facts.bos_id is None:
-                raise invalid_value("The prompt is empty; this model needs at least one token to begin with.", param)
-            return [self._facts.bos_id]
-        if min(ids) < 0 or max(ids) >= self._facts.vocab_size:
-            for token in ids:
-                self._check_id(token, param)
-        return ids
 
     def _hidden(self, submit: Submit, ids: list[int]) -> int:
         """How many leading tokens of the prompt the client did not write: the BOS that the tokenizer or we put."""
@@ -242,13 +206,6 @@ class TextCore:
             return 0
         return 0 if submit.prompt.text.startswith(self._detokenizer.token_string(bos)) else 1
 
-    def _max_tokens(self, prompt: int, requested: int) -> int:
-        """``requested``, or with 0 all that the context has left. Raises RequestError when it does not fit."""
-        limit = self._facts.max_seq_len
-        if prompt + max(requested, 1) > limit:
-            raise context_length_exceeded(limit, prompt, max(requested, 1))
-        return requested or max(min(limit, self._facts.capacity_tokens) - prompt, 1)
-
     def _stop_ids(self, submit: Submit) -> tuple[int, ...]:
         if submit.ignore_eos:
             return submit.sampling.stop_ids
@@ -256,66 +213,35 @@ class TextCore:
 
     def _cancel(self, uid: int) -> None:
         request = self._requests.pop(uid, None)
-        asked = self._lookups.pop(uid, None)
         if request is not None and request.running:
             self.to_engine.append(Cancel(uid))
-        elif request is not None or asked is not None:
+        elif request is not None or self._lookups.drop(uid):
             self.withdrawn.append(uid)
 
-    # /tokenize and /detokenize
-
-    def _lookup(self, api: int, question: Tokenize | Detokenize) -> None:
-        self._lookups[question.uid] = (api, question, self._clock())
+    def _ask_engine(self, api: int, question: Render | Flush) -> None:
+        """Questions that the engine takes part in."""
         try:
-            self._answer_now(question)
+            self._check_engine()
         except RequestError as error:
-            self._lookups.pop(question.uid)
             self._send(api, Failed(question.uid, error.body))
-
-    def _answer_now(self, question: Tokenize | Detokenize) -> None:
-        if isinstance(question, Tokenize):
-            ids = self._encode_now(question.prompt, question.add_special_tokens)
-            if ids is None:
-                self.jobs.append(Encode(question.uid, question.prompt, question.add_special_tokens))
-            else:
-                self._answer(Encoded(question.uid, ids))
-            return
-        if question.ids and (min(question.ids) < 0 or max(question.ids) >= self._facts.vocab_size):
-            for token in question.ids:
-                self._check_id(token, "tokens")
-        if len(question.ids) > INLINE_IDS:
-            self.jobs.append(Decode(question.uid, question.ids))
         else:
-            self._answer(Decoded(question.uid, self._detokenizer.decode(question.ids, skip_special=False)))
-
-    def _answer(self, outcome: Outcome) -> None:
-        api, question, _ = self._lookups.pop(outcome.job)
-        match outcome:
-            case Encoded(ids=ids):
-                wanted = isinstance(question, Tokenize) and question.return_token_strs
-                strings = [self._detokenizer.token_string(token) for token in ids] if wanted else None
-                self._send(api, Tokenized(outcome.job, ids, strings))
-            case Decoded(text=text):
-                self._send(api, Detokenized(outcome.job, text))
-            case Refused(error=error):
-                self._send(api, Failed(outcome.job, error))
+            self._lookups.ask(api, question)
 
     # worker -> text
 
     def from_worker(self, outcome: Outcome) -> None:
         if outcome.job in self._lookups:
-            self._encode_seconds.observe(self._clock() - self._lookups[outcome.job][2])
-            self._answer(outcome)
+            self._lookups.from_worker(outcome)
             return
         request = self._requests.get(outcome.job)
         if request is None or request.running:
             return  # cancelled, or timed out, while the worker was busy with it
-        self._encode_seconds.observe(self._clock() - request.arrival)
+        self._preparation.seconds.observe(self._clock() - request.arrival)
         match outcome:
-            case Encoded(ids=ids):
+            case Encoded(ids=ids, anchors=anchors):
                 try:
                     self._check_submit(request.submit)
-                    self._generate(request, ids)
+                    self._generate(request, ids, anchors)
                 except RequestError as error:
                     self._fail(outcome.job, error.body)
             case Refused(error=error):
@@ -350,6 +276,8 @@ class TextCore:
                     self._finished(message)
                 case Failed(uid=uid, error=error):
                     self._fail(uid, error)
+                case Probed() | Flushed():
+                    self._lookups.from_engine(message)
                 case Loading() | Ready() | MetricsSnapshot() | Heartbeat() | Fatal():
                     self.broadcast([message])
 
@@ -400,16 +328,16 @@ class TextCore:
     def engine_lost(self, reason: str) -> None:
         """The engine is gone: end every request with one error and refuse new ones."""
         self._engine_gone = True
+        error = engine_error(reason).body
         for uid in list(self._requests):
-            self._fail(uid, engine_error(reason).body)
+            self._fail(uid, error)
+        self._lookups.engine_lost(error)
 
     def end_all(self, error: ErrorBody) -> None:
         """One terminal event for everything that is open."""
         for uid in list(self._requests):
             self._fail(uid, error)
-        for uid, (api, _, _) in self._lookups.items():
-            self._send(api, Failed(uid, error))
-        self._lookups.clear()
+        self._lookups.fail_all(error)
 
     # text -> api
 
@@ -418,6 +346,9 @@ class TextCore:
         if request is not None:
             self.metrics.count("hybserve_text_failed_total")
             self._send(request.api, Failed(uid, error))
+
+    def _tell_engine(self, message: ToScheduler) -> None:
+        self.to_engine.append(message)
 
     def _send(self, api: int, message: ToApi) -> None:
         self.to_apis.setdefault(api, []).append(message)

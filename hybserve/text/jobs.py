@@ -34,6 +34,8 @@ class Encode(Message, frozen=True):
     job: int
     prompt: ChatPrompt | TextPrompt
     add_special_tokens: bool = True
+    anchors: bool = False  # also tell where checkpoints are worth it
+    return_text: bool = False
 
 
 class Decode(Message, frozen=True):
@@ -42,8 +44,12 @@ class Decode(Message, frozen=True):
 
 
 class Encoded(Message, frozen=True):
+    """``anchors`` in tokens; ``text`` is what was encoded. Both only if asked for."""
+
     job: int
     ids: list[int]
+    anchors: list[int] = msgspec.field(default_factory=list)
+    text: str = ""
 
 
 class Decoded(Message, frozen=True):

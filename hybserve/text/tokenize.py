@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as Backend
 
 from hybserve.core.errors import ErrorBody, ModelError, RequestError, invalid_value
@@ -25,6 +25,8 @@ _MAX_FILE = 1 << 28  # bytes; the largest public tokenizer.json is about 35 MB
 #: A prompt may use this many bytes for each token of context. Above it encoding is not even tried: no text, code or
 #: table in any script comes near it over a whole context.
 _BYTES_PER_TOKEN = 32
+#: Characters to look ahead for the next token where a text position lies in none (trimmed white space).
+_LOOK_AHEAD = 64
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,19 +46,41 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
         """Token ids of ``text``; ``param`` names the text in a refusal. Raises RequestError."""
+        ids: list[int] = self._encoding(text, add_special_tokens, param).ids
+        return ids
+
+    def encode_with(
+        self, text: str, add_special_tokens: bool, marks: list[int], param: str = "prompt"
+    ) -> tuple[list[int], list[int]]:
+        """As ``encode``, and for each position of ``marks`` (in characters, below the length of the text) how many
+        tokens lie wholly before it; marks before the first token or behind the last are left out."""
+        encoding = self._encoding(text, add_special_tokens, param)
+        ids: list[int] = encoding.ids
+        counts = {_tokens_before(encoding, mark, len(text)) for mark in marks}
+        return ids, sorted(count for count in counts if 0 < count < len(ids))
+
+    def _encoding(self, text: str, add_special_tokens: bool, param: str) -> Encoding:
         refuse_surrogates(text, param)
         try:
-            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self.backend.encode(text, add_special_tokens=add_special_tokens)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # the library raises bare Exception, and its panics are not even that
             _log.exception("the tokenizer failed on a text of %d characters", len(text))
             raise invalid_value(f"The tokenizer cannot encode {param}.", param) from error
-        return ids
 
     def byte_limit(self, context: int) -> int:
         """The most bytes of text that can be worth encoding for ``context`` tokens."""
         return context * min(self.longest_token, _BYTES_PER_TOKEN) + 64
+
+
+def _tokens_before(encoding: Encoding, mark: int, size: int) -> int:
+    """The index of the token in which character ``mark`` lies, or of the next one; 0 if there is none near."""
+    for position in range(mark, min(mark + _LOOK_AHEAD, size)):
+        index: int | None = encoding.char_to_token(position)
+        if index is not None:
+            return index
+    return 0
 
 
 def refuse_surrogates(text: str, param: str) -> None:

@@ -18,6 +18,7 @@ import msgspec
 from hybserve.core.errors import EXIT_FATAL, HybserveError, RequestError, engine_error, invalid_value
 from hybserve.core.messages import ChatPrompt
 from hybserve.observe import log
+from hybserve.text.anchors import render_with_landmarks
 from hybserve.text.chat import ChatTemplates
 from hybserve.text.detokenize import Detokenizer
 from hybserve.text.jobs import (
@@ -58,7 +59,7 @@ class Workshop:
         try:
             match job:
                 case Encode():
-                    return Encoded(job.job, self._encode(job))
+                    return self._encode(job)
                 case Decode():
                     return Decoded(job.job, self._detokenizer.decode(job.ids, skip_special=False))
         except RequestError as error:
@@ -69,13 +70,22 @@ class Workshop:
             _log.exception("a prompt could not be prepared")
             return Refused(job.job, engine_error("The prompt could not be prepared.").body)
 
-    def _encode(self, job: Encode) -> list[int]:
+    def _encode(self, job: Encode) -> Encoded:
+        text, marks = self._text(job)
+        param = "messages" if isinstance(job.prompt, ChatPrompt) else "prompt"
+        ids, anchors = self._tokenizer.encode_with(text, job.add_special_tokens, marks, param)
+        return Encoded(job.job, ids, anchors, text if job.return_text else "")
+
+    def _text(self, job: Encode) -> tuple[str, list[int]]:
+        """What to encode, and the character positions in it that are wanted as anchors. Raises RequestError."""
         if isinstance(job.prompt, ChatPrompt):
-            return self._tokenizer.encode(self._chat.render(job.prompt), job.add_special_tokens, "messages")
+            if job.anchors:
+                return render_with_landmarks(self._chat, job.prompt)
+            return self._chat.render(job.prompt), []
         size = len(job.prompt.text.encode("utf-8", "replace"))
         if size > self._limit:
             raise too_many_bytes(size, self._limit, self._context)
-        return self._tokenizer.encode(job.prompt.text, job.add_special_tokens)
+        return job.prompt.text, []
 
 
 def main(fd: int, settings: WorkerSettings) -> None:

@@ -21,8 +21,12 @@ from hybserve.core.messages import (
     Detokenized,
     Done,
     Failed,
+    Flush,
+    Flushed,
     FromLaunch,
     Ready,
+    Render,
+    Rendered,
     Stop,
     Submit,
     ToApi,
@@ -93,6 +97,13 @@ class FakeText:
                 self.channel.send([Tokenized(message.uid, [ord(c) % 1000 for c in text], strs)])
             case Detokenize():
                 self.channel.send([Detokenized(message.uid, "".join(map(chr, message.ids)))])
+            case Render() if self.refusal is not None:
+                self.channel.send([Failed(message.uid, self.refusal)])
+            case Render():
+                cache = CacheTruth(kv_hit=128, state_hit=64, hit=64, reason="no_checkpoint", at=64, device=64)
+                self.channel.send([Rendered(message.uid, "<user>hi", [5, 6, 7], cache)])
+            case Flush():
+                self.channel.send([Flushed(message.uid, 12, 3)])
 
     async def generate(self, submit: Submit) -> None:
         uid = submit.uid

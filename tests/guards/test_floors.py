@@ -17,6 +17,7 @@ FLOORS = {
     "text": 6,
     "scheduler": 6,
     "runner": 6,
+    "explain": 7,
     "launch": 7,
     "cli": 8,
     "__main__": 9,

@@ -6,7 +6,7 @@ import hybserve
 from hybserve.api.routes import Routes
 from hybserve.cli import cli
 
-COMMANDS = {"serve", "plan", "config show", "config schema", "config explain", "demo", "version"}
+COMMANDS = {"serve", "plan", "config show", "config schema", "config explain", "demo", "explain-miss", "version"}
 OPTIONS = {
     "serve": {"file", "sets"},
     "plan": {"file", "sets", "as_json"},
@@ -14,11 +14,14 @@ OPTIONS = {
     "config schema": set(),
     "config explain": {"key"},
     "demo": set(),
+    "explain-miss": {"a", "b", "url", "api_key_env"},
     "version": set(),
 }
 ROUTES = {
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions/render"),
+    ("POST", "/v1/completions/render"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{name:path}"),
     ("POST", "/tokenize"),
@@ -27,6 +30,7 @@ ROUTES = {
     ("GET", "/health/ready"),
     ("GET", "/metrics"),
     ("GET", "/version"),
+    ("POST", "/flush_cache"),
 }
 PACKAGES = {
     "api", "cache", "config", "core", "launch", "layers", "models", "observe", "parallel", "plan", "runner",
@@ -62,4 +66,5 @@ def test_routes():
 def test_top_level_of_the_house(root):
     found = {path.name for path in (root / "hybserve").iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert found == PACKAGES
-    assert {path.name for path in (root / "hybserve").glob("*.py")} == {"__init__.py", "__main__.py", "cli.py"}
+    modules = {path.name for path in (root / "hybserve").glob("*.py")}
+    assert modules == {"__init__.py", "__main__.py", "cli.py", "explain.py"}

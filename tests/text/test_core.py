@@ -33,9 +33,10 @@ from hybserve.core.messages import (
 )
 from hybserve.core.sampling import SamplingParams
 from hybserve.core.types import CacheTruth, Ended, ServingFacts, Timing, TokenLogprobs
-from hybserve.text.core import INLINE_TEXT, INLINE_TURN, TextCore
+from hybserve.text.core import TextCore
 from hybserve.text.detokenize import Detokenizer
 from hybserve.text.jobs import Decode, Decoded, Encode, Encoded, Refused
+from hybserve.text.prepare import INLINE_TEXT, INLINE_TURN
 from hybserve.text.tokenize import Tokenizer
 
 NO, STOP, LENGTH = int(Ended.NO), int(Ended.STOP), int(Ended.LENGTH)
@@ -138,7 +139,7 @@ def test_seed_ignore_eos_and_filling_the_context(core: TextCore) -> None:
 def test_conversations_and_long_texts_go_to_the_worker(core: TextCore) -> None:
     long = "x " * INLINE_TEXT
     core.from_api(0, [submit(1, chat_prompt("hi")), submit(2, long, add_special_tokens=False)])
-    assert core.jobs == [Encode(1, chat_prompt("hi"), True), Encode(2, TextPrompt(long), False)]
+    assert core.jobs == [Encode(1, chat_prompt("hi"), True, anchors=True), Encode(2, TextPrompt(long), False)]
     core.from_worker(Encoded(1, [5, 6]))
     core.from_worker(Refused(2, invalid_value("no", "prompt").body))
     (generate,) = core.to_engine
