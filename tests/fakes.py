@@ -13,6 +13,8 @@ from functools import reduce
 from operator import mul, xor
 from typing import Any
 
+import msgspec
+
 from hybserve.core.messages import FromRunner, SequenceStart, StepDone, StepFailed, StepPlan, Stop, ToRunner
 from hybserve.core.sampling import SamplingParams
 from hybserve.core.types import SAMPLED, TokenLogprobs
@@ -88,13 +90,15 @@ def stream_of(sampling: SamplingParams, choice: int) -> int:
 
 
 def expected_tokens(
-    prompt: list[int], sampling: SamplingParams, n: int, page_size: int, vocab: int = 64
+    prompt: list[int], sampling: SamplingParams, n: int, page_size: int, vocab: int = 64, stateful: bool = True
 ) -> list[list[int]]:
     """What each choice must generate, computed alone and from scratch; the last token may be a stop token."""
-    return [_expected(prompt, sampling, choice, page_size, vocab) for choice in range(n)]
+    return [_expected(prompt, sampling, choice, page_size, vocab, stateful) for choice in range(n)]
 
 
-def _expected(prompt: list[int], sampling: SamplingParams, choice: int, page_size: int, vocab: int) -> list[int]:
+def _expected(
+    prompt: list[int], sampling: SamplingParams, choice: int, page_size: int, vocab: int, stateful: bool
+) -> list[int]:
     stream, state, output = stream_of(sampling, choice), 0, list[int]()
     folds: list[int] = []
     kv = 0
@@ -102,7 +106,7 @@ def _expected(prompt: list[int], sampling: SamplingParams, choice: int, page_siz
     tokens = list(prompt)
     while True:
         for token in tokens:
-            state = next_state(state, token, kv)
+            state = next_state(state if stateful else 0, token, kv)
             page = position // page_size
             if page == len(folds):
                 folds.append(0)
@@ -129,8 +133,9 @@ class _Seq:
 class TattletaleRunner:
     """A ``RunnerLink``. Executes one plan per ``collect``, so the caller decides how late results are.
 
-    ``bad``: samples that are not finite, as (seed, choice, output). ``evil``: called with each plan before it runs; a
-    StepFailed that it returns is the result, and everything the step would have written is ruined.
+    ``bad``: samples that are not finite, as (seed, choice, output); ``bad_states``: exports, as (seed, position).
+    ``evil``: called with each plan before it runs; a StepFailed that it returns is the result, and everything the step
+    would have written is ruined.
     """
 
     def __init__(
@@ -138,11 +143,14 @@ class TattletaleRunner:
         limits: EngineLimits,
         vocab: int = 64,
         bad: Iterable[tuple[int, int, int]] = (),
+        bad_states: Iterable[tuple[int, int]] = (),
         evil: Callable[[StepPlan, "TattletaleRunner"], StepFailed | None] | None = None,
     ) -> None:
         self.limits = limits
         self.vocab = vocab
         self.bad = set(bad)
+        self.bad_states = set(bad_states)
+        self.exported: dict[int, int] = {}  # slot -> position, until acknowledged
         self.evil = evil
         self.pages = Pages(limits.kv_pages, limits.page_size)
         self.slots = [_POISON] * limits.state_slots
@@ -152,6 +160,7 @@ class TattletaleRunner:
         self.slot_named = [0] * limits.state_slots
         self.stopped = False
         self._tables: dict[int, list[int]] = {}  # as of the last submitted plan
+        self._condemned: dict[int, tuple[set[int], set[int]]] = {}
         self._queue: deque[tuple[list[SequenceStart], StepPlan]] = deque()
         self._in: Codec[ToRunner] = Codec(ToRunner)
         self._out: Codec[FromRunner] = Codec(FromRunner)
@@ -181,7 +190,8 @@ class TattletaleRunner:
 
     def execute(self, starts: list[SequenceStart], plan: StepPlan) -> StepDone | StepFailed:
         self.plans.append(plan)
-        self._forget(plan)
+        for seq in plan.freed:
+            del self.seqs[seq]
         for start in starts:
             assert start.seq not in self.seqs, f"sequence {start.seq} starts twice"
             self.seqs[start.seq] = _Seq(start, stream_of(start.sampling, start.choice))
@@ -189,6 +199,7 @@ class TattletaleRunner:
             self.seqs[seq].table.append(page)
         for row, page in zip(plan.page_rows, plan.page_ids, strict=True):
             self.seqs[plan.seqs[row]].table.append(page)
+        self._poison(plan)
         failed = self.evil(plan, self) if self.evil is not None else None
         if failed is not None:
             self._ruin(plan)
@@ -200,7 +211,18 @@ class TattletaleRunner:
         for source, target in zip(pairs[0::2], pairs[1::2], strict=True):
             self.pages.copy(source, target)
         ends, prompt_logprobs = self._forward(plan)
-        return self._sample(plan, ends, prompt_logprobs)
+        done = self._sample(plan, ends, prompt_logprobs)
+        positions = [self.exported.pop(slot) for slot in plan.export_slots]
+        finite = [(seq, at) not in self.bad_states for seq, at in self._names(plan)]
+        for slot, sound in zip(plan.export_slots, finite, strict=True):
+            if not sound:
+                self.slots[slot] = mix(_POISON ^ slot)
+        return msgspec.structs.replace(done, export_positions=positions, export_finite=finite)
+
+    def _names(self, plan: StepPlan) -> list[tuple[int, int]]:
+        """(seed of the sequence, position) of every export."""
+        rows = [self.seqs[plan.seqs[row]].start.sampling.seed for row in plan.export_rows]
+        return list(zip(rows, plan.export_positions, strict=True))
 
     def _note(self, plan: StepPlan) -> None:
         """Which pages and slots a plan names, block tables of its rows included."""
@@ -217,19 +239,16 @@ class TattletaleRunner:
                 self.page_named[page] = plan.step
         for page in plan.page_copies + plan.fork_pages:
             self.page_named[page] = plan.step
-        for slot in plan.slots + plan.state_copies:
+        for slot in plan.slots + plan.state_copies + plan.export_slots:
             self.slot_named[slot] = plan.step
 
-    def _forget(self, plan: StepPlan) -> None:
-        """Freed sequences, and poison over what nobody else can reach."""
-        gone = [self.seqs.pop(seq) for seq in plan.freed]
-        if not gone:
-            return
-        pages = {page for seq in gone for page in seq.table} - set(plan.page_copies[0::2])
-        slots = {seq.slot for seq in gone} - set(plan.state_copies[0::2]) - {0}
-        for seq in self.seqs.values():
-            pages.difference_update(seq.table)
-            slots.discard(seq.slot)
+    def condemn(self, plan: StepPlan, pages: Iterable[int], slots: Iterable[int]) -> None:
+        """Ids that were free when ``plan`` was made: poisoned just before it runs, but for what it still reads."""
+        named = {*plan.page_copies, *plan.state_copies, *plan.slots}
+        self._condemned[plan.step] = set(pages) - named, set(slots) - named
+
+    def _poison(self, plan: StepPlan) -> None:
+        pages, slots = self._condemned.pop(plan.step, ((), ()))
         for page in pages:
             self.pages.poison(page)
         for slot in slots:
@@ -248,6 +267,8 @@ class TattletaleRunner:
     def _forward(self, plan: StepPlan) -> tuple[list[tuple[int, int]], list[tuple[int, list[TokenLogprobs]]]]:
         """(state, kv) at the end of every row, and what prompt log-probabilities are owed."""
         at = 0
+        wanted = list(zip(plan.export_rows, plan.export_positions, plan.export_slots, strict=True))
+        gaps = dict(zip(plan.gap_rows, plan.gap_ends, strict=True))
         ends: list[tuple[int, int]] = []
         scored: list[tuple[int, list[TokenLogprobs]]] = []
         for row, (seq, start, count, slot) in enumerate(
@@ -256,22 +277,38 @@ class TattletaleRunner:
             book = self.seqs[seq]
             book.slot = slot
             entries = [] if book.start.sampling.prompt_logprobs >= 0 and book.start.generated == 0 else None
-            ends.append(self._row(book, start, plan.tokens[at : at + count], entries))
+            exports = {p: s for r, p, s in wanted if r == row} if wanted else {}
+            ends.append(self._row(book, start, plan.tokens[at : at + count], entries, gaps.get(row, 0), exports))
             at += count
             if entries:
                 scored.append((row, entries))
         return ends, scored
 
-    def _row(self, book: _Seq, start: int, tokens: list[int], entries: list[TokenLogprobs] | None) -> tuple[int, int]:
+    def _row(
+        self,
+        book: _Seq,
+        start: int,
+        tokens: list[int],
+        entries: list[TokenLogprobs] | None,
+        write_from: int,
+        exports: dict[int, int],
+    ) -> tuple[int, int]:
         pages, page_size, table = self.pages, self.limits.page_size, book.table
         state, kv = (self.slots[book.slot] if start else 0), pages.read(table, start)
         offset = start % page_size
         within = _fold(pages.content[table[start // page_size]][:offset]) if offset else 0
         for position, token in enumerate(tokens, start):
-            state = next_state(state, book.last if token == SAMPLED else token, kv)
+            before = state if self.limits.stateful else 0
+            state = next_state(before, book.last if token == SAMPLED else token, kv)
             index, offset = divmod(position, page_size)
-            value = mix(state ^ position)
-            pages.write(table[index], offset, value)
+            if position < write_from:
+                value = pages.content[table[index]][offset]
+            else:
+                value = mix(state ^ position)
+                pages.write(table[index], offset, value)
+            if position + 1 in exports:
+                slot = exports[position + 1]
+                self.slots[slot], self.exported[slot] = state, position + 1
             before = within if offset else 0
             within = before ^ value
             kv = (kv + (2 * index + 1) * (within - before)) & _MASK
@@ -315,6 +352,16 @@ def check_plan(plan: StepPlan, limits: EngineLimits) -> None:
     assert all(0 < count <= limits.prefill_chunk for count in plan.counts)
     assert len(plan.sample_rows) == len(plan.sample_seqs) == len(plan.sample_outputs)
     assert len(set(plan.sample_seqs)) == len(plan.sample_seqs), "a sequence samples twice"
+    assert len(plan.export_rows) == len(plan.export_positions) == len(plan.export_slots)
+    assert len(set(plan.export_slots)) == len(plan.export_slots), "two exports into one slot"
+    used = {*plan.slots, *plan.state_copies}
+    assert not used & set(plan.export_slots), "an export into a slot that is in use"
+    assert all(0 < slot < limits.state_slots for slot in plan.export_slots)
+    for row, position in zip(plan.export_rows, plan.export_positions, strict=True):
+        assert plan.starts[row] < position <= plan.starts[row] + plan.counts[row], "an export outside its row"
+        assert position % limits.page_size == 0, "an export inside a page"
+    for row, gap in zip(plan.gap_rows, plan.gap_ends, strict=True):
+        assert plan.starts[row] < gap, "a gap that is none"
     for pairs in (plan.state_copies, plan.page_copies):
         sources, targets = pairs[0::2], pairs[1::2]
         assert len(set(targets)) == len(targets), "two copies into one"
@@ -345,3 +392,34 @@ class Link:
         if not messages and self.closed:
             raise ChannelClosed("closed by the test")
         return messages
+
+
+class PoisoningLink:
+    """A real runner whose freed pages and slots turn to NaN before the first plan that cannot name them any more."""
+
+    def __init__(self, runner: Any, scheduler: Any) -> None:
+        self._runner = runner
+        self._pools = scheduler.running
+        self._known: tuple[set[int], set[int]] = (set(), set())
+        self._condemned: deque[tuple[set[int], set[int]]] = deque()
+        self._plans: Codec[ToRunner] = Codec(ToRunner)
+        self._plan = scheduler.plan
+        scheduler.plan = self._note
+
+    def _note(self) -> Any:
+        frame = self._plan()
+        if frame is not None:
+            plan, free = frame[-1], (self._pools.pages.free_ids(), self._pools.slots.free_ids())
+            named = {*plan.page_copies, *plan.fork_pages}, {*plan.state_copies, *plan.slots}
+            self._condemned.append((free[0] - self._known[0] - named[0], free[1] - self._known[1] - named[1]))
+            self._known = free
+        return frame
+
+    def submit(self, frame: bytes) -> None:
+        self._runner.submit(frame)
+
+    def collect(self) -> bytes:
+        pages, slots = self._condemned.popleft()
+        self._runner.pools.poison_pages(pages)
+        self._runner.pools.poison_slots(slots)
+        return bytes(self._runner.collect())

@@ -124,8 +124,17 @@ def _pools(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _grain(plan: Plan) -> str:
-    assert plan.engine is not None
-    return f"multiples of {plan.engine.page_size} tokens; every request runs cold in this version"
+    limits = plan.engine
+    assert limits is not None
+    if not limits.prefix:
+        return "off (cache.prefix: false); every request runs cold"
+    if not limits.stateful:
+        return f"reused in multiples of {limits.page_size} tokens"
+    spacing = format_count(limits.checkpoint_every)
+    retained = (
+        "checkpoints as slots allow" if plan.pools.retention_slots else "nothing retained (no slots beyond the floor)"
+    )
+    return f"reused in multiples of {limits.page_size} tokens; {retained}, every {spacing} tokens and at turn ends"
 
 
 def _sampling(facts: ServingFacts) -> str:

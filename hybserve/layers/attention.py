@@ -58,7 +58,11 @@ class Attention:
         pages_T, offsets_T = context.places
         if context.deterministic:
             return self._attend_tile(q_THd, k_TJd, v_TJd, context)
-        store_kv(pool, k_TJd, v_TJd, pages_T, offsets_T)
+        stored = context.stored_T
+        if stored is None:
+            store_kv(pool, k_TJd, v_TJd, pages_T, offsets_T)
+        else:
+            store_kv(pool, k_TJd[stored], v_TJd[stored], pages_T[stored], offsets_T[stored])
         decode, prefill = context.grouped
         if decode is not None and not prefill:
             return attend_decode(q_THd, pool, context.decode_pages, self._scale)
@@ -76,6 +80,7 @@ class Attention:
         pool = context.kv_layers[self._index]
         pages_G, offsets_G = context.places
         real = slice(*context.tile)
-        store_kv(pool, k_GJd[real], v_GJd[real], pages_G[real], offsets_G[real])
+        if context.stored_T is None:  # else the whole tile lies in a shared page, which holds the same bits
+            store_kv(pool, k_GJd[real], v_GJd[real], pages_G[real], offsets_G[real])
         pages = context.block_tables[0][: context.first_position // context.page_size + 1]
         return attend_tile(q_GHd, pool, pages, context.tile[1], self._scale).to(q_GHd.dtype)

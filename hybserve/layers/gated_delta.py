@@ -4,6 +4,8 @@ Legend: T packed tokens, N rows, I key heads, U value heads, K key dim, V value 
 convolution = 2·I·K + U·V, W conv width; I and U are this rank's.
 """
 
+from collections.abc import Iterator
+
 import torch
 from hybserve_kernels.causal_conv import causal_conv, conv_taps, conv_update
 from hybserve_kernels.gated_delta import decay_and_strength, scan, step, unit_queries_keys, unit_scale
@@ -11,7 +13,7 @@ from hybserve_kernels.gated_delta import decay_and_strength, scan, step, unit_qu
 from hybserve.layers.linear import Linear, ReducedLinear
 from hybserve.layers.norm import GatedRMSNorm
 from hybserve.layers.params import Params
-from hybserve.layers.step_context import StepContext
+from hybserve.layers.step_context import PrefillRow, StepContext
 from hybserve.parallel.mesh import Mesh
 from hybserve.spec.model_spec import GatedDeltaSpec
 from hybserve.spec.split import width
@@ -71,7 +73,7 @@ class GatedDelta:
         if decode is not None and not prefill:
             qk_N2IK, v_NUV = self._heads_of(conv_update(mixed_TC, windows, decode.slots, self._taps))
             return step(qk_N2IK, v_NUV, g_TU, beta_TU, matrices, decode.slot_ids)
-        if decode is None and len(prefill) == 1:
+        if decode is None and len(prefill) == 1 and not prefill[0].cuts:
             row = prefill[0]
             qk_T2IK, v_TUV = self._heads_of(causal_conv(mixed_TC, windows, row.slot, self._taps, row.start == 0))
             return scan(qk_T2IK, v_TUV, g_TU, beta_TU, matrices, row.slot, row.start == 0)
@@ -79,16 +81,20 @@ class GatedDelta:
         if decode is not None:
             convolved_TC[decode.tokens] = conv_update(mixed_TC[decode.tokens], windows, decode.slots, self._taps)
         for row in prefill:
-            own = slice(row.begin, row.end)
-            convolved_TC[own] = causal_conv(mixed_TC[own], windows, row.slot, self._taps, row.start == 0)
+            for own, fresh, export in _pieces(row):
+                convolved_TC[own] = causal_conv(mixed_TC[own], windows, row.slot, self._taps, fresh)
+                if export:
+                    windows[export] = windows[row.slot]
         qk_T2IK, v_TUV = self._heads_of(convolved_TC)
         out_TUV = torch.empty(v_TUV.shape, dtype=torch.float32)
         if decode is not None:
             at = decode.tokens
             out_TUV[at] = step(qk_T2IK[at], v_TUV[at], g_TU[at], beta_TU[at], matrices, decode.slot_ids)
         for row in prefill:
-            own = slice(row.begin, row.end)
-            out_TUV[own] = scan(qk_T2IK[own], v_TUV[own], g_TU[own], beta_TU[own], matrices, row.slot, row.start == 0)
+            for own, fresh, export in _pieces(row):
+                out_TUV[own] = scan(qk_T2IK[own], v_TUV[own], g_TU[own], beta_TU[own], matrices, row.slot, fresh)
+                if export:
+                    matrices[export] = matrices[row.slot]
         return out_TUV
 
     def _tile(
@@ -111,3 +117,13 @@ class GatedDelta:
             one = slice(t, t + 1)
             out_GUV[one] = step(qk_G2IK[one], v_GUV[one], g_GU[one], beta_GU[one], matrices, [slot])
         return out_GUV
+
+
+def _pieces(row: PrefillRow) -> Iterator[tuple[slice, bool, int]]:
+    """The row cut at the checkpoints inside it: tokens, whether they begin from the zero state, and the slot that the
+    state after them goes to (0 = none)."""
+    begin = row.begin
+    for tokens, slot in [*row.cuts, (row.end - row.begin, 0)]:
+        end = row.begin + tokens
+        yield slice(begin, end), row.start == 0 and begin == row.begin, slot
+        begin = end

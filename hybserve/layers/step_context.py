@@ -19,6 +19,7 @@ class PrefillRow(NamedTuple):
     start: int  # position of its first token; 0 = the state before it is zero, whatever the slot holds
     slot: int
     block_table: list[int]
+    cuts: list[tuple[int, int]]  # checkpoints inside the row: after how many of its tokens, into which slot
 
 
 class DecodeRows(NamedTuple):
@@ -61,6 +62,11 @@ class StepContext:
     kv_layers: list[torch.Tensor]  # per attention layer [P, 2, J, G, d], a view of the page-major pool
     matrices: list[torch.Tensor]  # per recurrent layer [S, U, K, V], a view of the slot-major pool
     windows: list[torch.Tensor]  # per recurrent layer [S, channels, W - 1], a view of the slot-major pool
+    #: Tokens whose KV is written; None = all. The rest lie in pages that are shared (the gap of a prefix hit).
+    stored_T: torch.Tensor | None = None
+    #: Row -> checkpoints strictly inside it, ascending: (tokens of the row before it, slot). One at the end of a row is
+    #: a copy of the active slot after the forward, and not told here.
+    cuts: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     deterministic: bool = False
     tile: tuple[int, int] = (0, 0)
     _grouped: Rows | None = field(default=None, init=False, repr=False)
@@ -118,7 +124,8 @@ class StepContext:
             if end - begin == 1 and start > 0:
                 single.append(row)
             else:
-                prefill.append(PrefillRow(begin, end, start, self.slots[row], self.block_tables[row]))
+                cuts = self.cuts.get(row, [])
+                prefill.append(PrefillRow(begin, end, start, self.slots[row], self.block_tables[row], cuts))
         if not single:
             return Rows(None, prefill)
         if not prefill:

@@ -71,7 +71,8 @@ def make_plan(spec: ModelSpec, deployment: Deployment, facts: MemoryFacts, weigh
 
 
 def _limits(frame: Frame, sizing: Sizing, deployment: Deployment) -> EngineLimits:
-    shape = sizing.shape
+    shape, whole = sizing.shape, model_bytes(frame.spec, frame.dtypes)
+    stateful = frame.spec.recurrent_layers > 0
     return EngineLimits(
         page_size=frame.page_size,
         kv_pages=sizing.pages,
@@ -84,6 +85,10 @@ def _limits(frame: Frame, sizing: Sizing, deployment: Deployment) -> EngineLimit
         state_dtype=frame.dtypes.state,
         conv_dtype=frame.dtypes.conv,
         deterministic=deployment.engine.deterministic,
+        prefix=frame.prefix,
+        stateful=stateful,
+        slot_price=whole.state_slot / max(whole.kv_per_token * frame.page_size, 1),
+        checkpoint_every=frame.checkpoint_every if stateful else 0,
     )
 
 

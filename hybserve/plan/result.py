@@ -21,6 +21,10 @@ class EngineLimits(msgspec.Struct, frozen=True):
     state_dtype: str
     conv_dtype: str
     deterministic: bool = False
+    prefix: bool = False  # keep and reuse prefixes
+    stateful: bool = True  # has recurrent layers: a hit needs a checkpoint
+    slot_price: float = 1.0  # bytes of a slot in units of a page's bytes, whole model
+    checkpoint_every: int = 0  # spacing of the checkpoint grid in tokens; 0 = none
 
 
 class ModelCounts(msgspec.Struct, frozen=True):

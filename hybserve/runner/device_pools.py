@@ -100,6 +100,10 @@ class DevicePools:
     def poison_slots(self, ids: Iterable[int]) -> None:
         self.slots[list(ids)] = CANARY
 
+    def slot_finite(self, slot: int) -> bool:
+        """Whether all of a slot's state is finite."""
+        return all(bool(torch.isfinite(layer[slot]).all()) for layer in (*self.matrices, *self.windows))
+
     def padding_intact(self) -> bool:
         """Whether nobody ever wrote to page 0 or slot 0."""
         return all(bool((runs[:1] == CANARY).all()) for runs in (self.pages, self.slots))

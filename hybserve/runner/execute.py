@@ -17,7 +17,7 @@ from hybserve.plan.costs import LOGITS_SLICE
 from hybserve.plan.result import EngineLimits
 from hybserve.runner.copies import copy_runs
 from hybserve.runner.device_pools import DevicePools
-from hybserve.runner.inputs import Ints, Packed, packed_tokens, page_tiles, step_context, tile_context
+from hybserve.runner.inputs import Ints, Packed, exports_of, packed_tokens, page_tiles, step_context, tile_context
 from hybserve.runner.sampler import sample, score
 from hybserve.runner.sequences import Sequences
 
@@ -54,6 +54,8 @@ class Outcome(NamedTuple):
     bad: list[int]
     logprobs: list[TokenLogprobs | None]
     prompt_logprobs: list[tuple[int, list[TokenLogprobs]]]
+    export_positions: list[int]
+    export_finite: list[bool]
 
 
 def run_step(plan: StepPlan, rank: Rank) -> Outcome:
@@ -61,7 +63,7 @@ def run_step(plan: StepPlan, rank: Rank) -> Outcome:
     copy_runs(rank.pools.slots, plan.state_copies)
     copy_runs(rank.pools.pages, plan.page_copies)
     if not plan.seqs:
-        return Outcome([], [], [], [])
+        return Outcome([], [], [], [], [], [])
     packed = Packed(plan)
     tokens_T = packed_tokens(plan, packed, rank.sequences)
     sampled = _Sampling(plan, packed, rank.sequences)
@@ -71,7 +73,20 @@ def run_step(plan: StepPlan, rank: Rank) -> Outcome:
     for at, logits_RC in logits(plan, packed, tokens_T, wanted, rank):
         scored.take(at, logits_RC)
         sampled.take(at, logits_RC)
-    return Outcome(sampled.tokens, sampled.bad, sampled.logprobs if sampled.asked else [], scored.result())
+    logprobs = sampled.logprobs if sampled.asked else []
+    return Outcome(sampled.tokens, sampled.bad, logprobs, scored.result(), *_export(plan, rank.pools))
+
+
+def _export(plan: StepPlan, pools: DevicePools) -> tuple[list[int], list[bool]]:
+    """Exports at the end of a row copy its active slot, those inside it were written by the layers; what stands in
+    every exported slot is looked at here, and acknowledged."""
+    positions, finite = [], []
+    for row, tokens, slot in exports_of(plan):
+        if tokens == plan.counts[row]:
+            pools.slots[slot].copy_(pools.slots[plan.slots[row]])
+        positions.append(plan.starts[row] + tokens)
+        finite.append(pools.slot_finite(slot))
+    return positions, finite
 
 
 Logits: TypeAlias = Iterator[tuple[Ints, torch.Tensor]]  # ascending packed indices, and their logits [R, C]
@@ -89,7 +104,9 @@ def _batched_logits(plan: StepPlan, packed: Packed, tokens_T: torch.Tensor, want
 
 def _tiled_logits(plan: StepPlan, packed: Packed, tokens_T: torch.Tensor, wanted: Ints, rank: Rank) -> Logits:
     """Law 7: every row page by page on tiles of one fixed shape, logits too, and one position at a time after that."""
-    page_size, wanted_set = rank.limits.page_size, set(wanted.tolist())
+    page_size, wanted_set, slots = rank.limits.page_size, set(wanted.tolist()), rank.pools.slots
+    gaps = dict(zip(plan.gap_rows, plan.gap_ends, strict=True))
+    cuts = {(row, plan.starts[row] + tokens): slot for row, tokens, slot in exports_of(plan)}
     for row, seq in enumerate(plan.seqs):
         table, slot = rank.sequences[seq].table, plan.slots[row]
         start, base = plan.starts[row], int(packed.bounds[row])
@@ -97,8 +114,12 @@ def _tiled_logits(plan: StepPlan, packed: Packed, tokens_T: torch.Tensor, wanted
             first = base + page * page_size + low - start  # packed index of the tile's first real token
             tile_G = tokens_T.new_zeros(page_size)
             tile_G[low:high] = tokens_T[first : first + high - low]
-            context = tile_context(table, slot, page, (low, high), rank.pools, page_size)
+            shared = page * page_size < gaps.get(row, 0)
+            context = tile_context(table, slot, page, (low, high), rank.pools, page_size, shared)
             hidden_GD = rank.model.forward(tile_G, context)
+            export = cuts.get((row, page * page_size + high), 0)
+            if export:
+                slots[export].copy_(slots[slot])
             inside = [offset for offset in range(low, high) if first + offset - low in wanted_set]
             if inside:
                 logits_GC = rank.model.logits(hidden_GD, deterministic=True)

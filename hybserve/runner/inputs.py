@@ -46,6 +46,10 @@ def step_context(
     plan: StepPlan, packed: Packed, sequences: Sequences, pools: DevicePools, page_size: int
 ) -> StepContext:
     tables = [sequences[seq].table for seq in plan.seqs]
+    cuts: dict[int, list[tuple[int, int]]] = {}
+    for row, tokens, slot in exports_of(plan):
+        if tokens < plan.counts[row]:
+            cuts.setdefault(row, []).append((tokens, slot))
     return StepContext(
         bounds=packed.bounds.tolist(),
         starts=plan.starts,
@@ -58,7 +62,24 @@ def step_context(
         kv_layers=pools.kv_layers,
         matrices=pools.matrices,
         windows=pools.windows,
+        stored_T=_stored(plan, packed),
+        cuts=cuts,
     )
+
+
+def exports_of(plan: StepPlan) -> Iterator[tuple[int, int, int]]:
+    """The checkpoints to export as (row, tokens of the row before it, slot)."""
+    for row, position, slot in zip(plan.export_rows, plan.export_positions, plan.export_slots, strict=True):
+        yield row, position - plan.starts[row], slot
+
+
+def _stored(plan: StepPlan, packed: Packed) -> torch.Tensor | None:
+    """Indices of the tokens whose KV is written; None = all of them."""
+    if not plan.gap_rows:
+        return None
+    write_from_N = packed.starts.copy()
+    write_from_N[plan.gap_rows] = plan.gap_ends
+    return torch.from_numpy(np.flatnonzero(packed.positions_T >= write_from_N[packed.rows_T]))
 
 
 def _locations(packed: Packed, tables: list[list[int]], page_size: int) -> Ints:
@@ -84,9 +105,10 @@ def page_tiles(start: int, count: int, page_size: int) -> Iterator[tuple[int, in
 
 
 def tile_context(
-    table: list[int], slot: int, page: int, tile: tuple[int, int], pools: DevicePools, page_size: int
+    table: list[int], slot: int, page: int, tile: tuple[int, int], pools: DevicePools, page_size: int, shared: bool
 ) -> StepContext:
-    """The context of one fixed tile: position p is row p mod G, whatever the plan cut (law 7)."""
+    """The context of one fixed tile: position p is row p mod G, whatever the plan cut (law 7). ``shared``: the page is
+    in the gap of a prefix hit, and nothing is stored."""
     offsets_T = torch.arange(page_size)
     return StepContext(
         bounds=[0, page_size],
@@ -100,6 +122,7 @@ def tile_context(
         kv_layers=pools.kv_layers,
         matrices=pools.matrices,
         windows=pools.windows,
+        stored_T=torch.empty(0, dtype=torch.int64) if shared else None,
         deterministic=True,
         tile=tile,
     )

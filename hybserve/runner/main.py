@@ -127,9 +127,9 @@ class Runner:
             self.pools.poison_slots(slots)
         self.sequences.begin(plan, starts)
         with torch.inference_mode():
-            tokens, bad, logprobs, prompt_logprobs = run_step(plan, self._rank)
+            tokens, bad, logprobs, prompt_logprobs, positions, finite = run_step(plan, self._rank)
         elapsed = (time.perf_counter() - began) * 1e3
-        return StepDone(plan.step, plan.epoch, tokens, bad, logprobs, prompt_logprobs, elapsed)
+        return StepDone(plan.step, plan.epoch, tokens, bad, logprobs, prompt_logprobs, elapsed, positions, finite)
 
 
 def _none(columns: int) -> list[list[int]]:

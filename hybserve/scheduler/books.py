@@ -25,6 +25,7 @@ class Books:
         self._step = self._metrics.histogram(_PREFIX + "step_seconds", TOKEN_BOUNDS)
         self._last_settle = 0.0
         self._parks = 0
+        self._seen: dict[str, int] = {}  # totals of the prefix tree at the last snapshot
 
     def refused(self, code: str) -> None:
         self._metrics.count(labelled(_PREFIX + "refusals_total", code=code))
@@ -56,16 +57,26 @@ class Books:
     def violation(self) -> None:
         """The books were wrong while nothing was alive; they balance from here."""
         self.accepted = sum(self.ends.values())
+        self._seen = {}
         self._metrics.count(_PREFIX + "integrity_violations_total")
 
     def snapshot(self, running: Running, waiting: Waiting) -> MetricsSnapshot:
         gauge = self._metrics.gauge
-        for pool, name in ((running.pages, "pages"), (running.slots, "slots")):
-            gauge(labelled(_PREFIX + name, state="active"), pool.held)
+        tree = running.prefix.tree
+        for pool, name, cached in (
+            (running.pages, "pages", tree.cached_pages),
+            (running.slots, "slots", tree.checkpoints),
+        ):
+            gauge(labelled(_PREFIX + name, state="active"), pool.held - cached)
+            gauge(labelled(_PREFIX + name, state="cached"), cached)
             gauge(labelled(_PREFIX + name, state="free"), pool.available)
+        gauge(_PREFIX + "prefix_tree_nodes", tree.nodes)
         gauge(_PREFIX + "sequences_running", len(running.sequences))
         gauge(_PREFIX + "sequences_parked", waiting.parked)
         gauge(_PREFIX + "requests_waiting", waiting.requests)
         self._metrics.count(_PREFIX + "parks_total", running.parks - self._parks)
         self._parks = running.parks
+        for name, total in running.prefix.totals().items():
+            self._metrics.count(name, total - self._seen.get(name, 0))
+            self._seen[name] = total
         return self._metrics.snapshot()

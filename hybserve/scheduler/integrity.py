@@ -2,17 +2,26 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from hybserve.cache.integrity import IntegrityError, check_pool
+from hybserve.cache.integrity import IntegrityError, check_pool, check_tree, page_owners, slot_owners
 from hybserve.scheduler.books import Books
 from hybserve.scheduler.queues import Waiting
 from hybserve.scheduler.request import Request, Sequence, State
 from hybserve.scheduler.running import Running
+from hybserve.scheduler.step import Flight
 
 
-def check(running: Running, waiting: Waiting, requests: Mapping[int, Request], books: Books) -> None:
+def check(
+    running: Running, waiting: Waiting, requests: Mapping[int, Request], books: Books, flights: Iterable[Flight]
+) -> None:
     """Raises IntegrityError: ids lost or owned twice, a sequence without what it needs, requests that do not add up."""
-    check_pool(running.pages, _page_owners(running, requests.values()))
-    check_pool(running.slots, ((_name(sequence), [sequence.slot]) for sequence in running.sequences))
+    tree = running.prefix.tree
+    check_tree(tree)
+    check_pool(running.pages, [*_page_owners(running, requests.values()), *page_owners(tree)])
+    active = [(_name(sequence), [sequence.slot]) for sequence in running.sequences]
+    pending = [(f"exports of step {flight.plan.step}", [e.slot for e in flight.exports]) for flight in flights]
+    check_pool(running.slots, [*active, *pending, *slot_owners(tree)])
+    leases = [id(sequence.lease) for sequence in running.sequences if sequence.lease is not None]
+    _demand({id(lease) for lease in tree.leases} == set(leases), "a lease is held by nobody, or not by the tree")
     _check_indices(running)
     for sequence in running.sequences:
         _check_running(running, sequence)
@@ -26,9 +35,9 @@ def check(running: Running, waiting: Waiting, requests: Mapping[int, Request], b
 
 def _page_owners(running: Running, requests: Iterable[Request]) -> Iterator[tuple[str, list[int]]]:
     for sequence in running.sequences:
-        yield _name(sequence), sequence.pages
+        yield _name(sequence), sorted(sequence.owned)
     for request in requests:
-        yield f"request {request.uid}", request.shared
+        yield f"request {request.uid}", sorted(request.shared)
 
 
 def _check_indices(running: Running) -> None:
@@ -57,7 +66,7 @@ def _check_places(running: Running, waiting: Waiting, requests: Iterable[Request
         for sequence in request.sequences:
             name = _name(sequence)
             _demand(sequence.on_device == (id(sequence) in on_device), f"{name}: running and {sequence.state.value}")
-            held = bool(sequence.pages) or sequence.slot != 0 or sequence.started
+            held = bool(sequence.table) or sequence.slot != 0 or sequence.started or sequence.lease is not None
             _demand(sequence.on_device or not held, f"{name} is {sequence.state.value} and still holds something")
             waits = sequence.state in (State.QUEUED, State.PARKED)
             _demand(waits == (id(sequence) in off_device), f"{name} is {sequence.state.value}, waiting is not")

@@ -38,9 +38,8 @@ class Waiting:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._ordered)
 
-    @property
-    def first(self) -> Sequence:
-        return self._ordered[0]
+    def at(self, place: int) -> Sequence:
+        return self._ordered[place]
 
     @property
     def parked(self) -> int:

@@ -8,7 +8,10 @@ import enum
 from collections.abc import Sequence as Columns
 from typing import TypeAlias
 
+from hybserve.cache.node import RootKey
+from hybserve.cache.tree import Lease
 from hybserve.core.messages import Generate
+from hybserve.core.types import CacheTruth
 
 #: (priority, arrival, uid, choice): the one total order. The first is never parked, the last is parked first.
 Key: TypeAlias = tuple[int, float, int, int]
@@ -32,27 +35,34 @@ class Sequence:
     """One choice. ``group``: the sequences admitted together with this one as their lead (empty if it leads none)."""
 
     __slots__ = (
+        "boundary",
         "capacity",
         "choice",
         "ended",
+        "exported",
         "fill",
+        "goals",
         "group",
         "index",
         "key",
+        "lease",
         "live_from",
         "max_tokens",
         "output",
-        "pages",
+        "owned",
         "planned",
         "request",
         "resume_after",
         "sampled",
+        "settled",
         "shares",
         "slot",
         "started",
         "state",
         "stop_ids",
+        "table",
         "uid",
+        "write_from",
     )
 
     def __init__(self, request: "Request", choice: int) -> None:
@@ -75,13 +85,27 @@ class Sequence:
         self.index = -1
         self.started = False  # the runner has heard of ``index``
         self.slot = 0
-        self.pages: list[int] = []  # its own; the request's shared pages come before them
+        self.table: list[int] = []  # block table; who owns which page: see prefix.py
+        self.owned: set[int] = set()
+        self.lease: Lease | None = None  # on what the tree owns of the table
         self.shares = False
         self.capacity = 0  # tokens its block table has room for
         # where it is
         self.fill = 0  # tokens to compute from ids that the host knows: prompt, and output when resumed
         self.planned = 0
         self.sampled = 0
+        self.settled = 0  # tokens of this prefill whose result has come back
+        self.write_from = 0  # positions before it lie in pages that the tree owned at admission
+        # its checkpoints, as positions
+        self.goals: set[int] = set()  # promised by this prefill
+        self.exported = 0  # the last one taken, or the hit
+        self.boundary = 0  # the last one published in decode
+
+    @property
+    def lease_held(self) -> Lease:
+        """The lease of a sequence that runs with a prefix tree."""
+        assert self.lease is not None
+        return self.lease
 
     @property
     def length(self) -> int:
@@ -91,9 +115,10 @@ class Sequence:
     def ids(self, start: int, end: int) -> list[int]:
         """Token ids of positions [start, end), all known to the host."""
         prompt = self.request.prompt
-        if end <= len(prompt):
+        known = len(prompt)
+        if end <= known:
             return prompt[start:end]
-        return (prompt + self.output)[start:end]
+        return prompt[start:] + self.output[max(start - known, 0) : end - known]
 
     def retire(self) -> None:
         """It has ended: whatever comes back of it from plans in flight is nobody's."""
@@ -111,12 +136,15 @@ class Request:
     __slots__ = (
         "admitted_at",
         "alive",
+        "anchors",
         "arrival",
+        "cache",
         "deadline",
         "first_token_at",
         "n",
         "priority",
         "prompt",
+        "root",
         "sampling",
         "scored",
         "sequences",
@@ -136,7 +164,10 @@ class Request:
         self.sequences = [Sequence(self, choice) for choice in range(message.n)]
         self.sequences[0].group = tuple(self.sequences)
         self.alive = message.n  # choices that have not ended
-        self.shared: list[int] = []
+        self.root: RootKey = (message.tenant, message.cache_salt)
+        self.anchors = message.anchors
+        self.cache = CacheTruth()
+        self.shared: set[int] = set()
         self.sharers = 0
         self.scored = 1  # the next prompt position whose log-probability the client has not got
         self.admitted_at = 0.0

@@ -2,12 +2,12 @@
 
 Ledger of a request with prompt P, page G, full = P // G, once it has been forked (n > 1):
 
-    [0, full·G)       shared pages: ``request.shared``, freed when the last choice that shares them leaves
+    [0, full·G)       the tree's under each choice's lease, or ``request.shared``, freed when the last sharer leaves
     [full·G, P)       choice 0: the page it prefilled; choice i: its own copy (nothing if P is a page multiple)
-    [P, …)            each choice: its own pages, one by one as it grows
+    [P, …)            each choice: its own pages, one by one as it grows, until they are published
 
-Before the fork, and for n = 1, everything is in the ``pages`` of the one sequence that prefills. A parked choice gives
-up all it holds and resumes alone: then [0, …) is in its own ``pages``.
+Before the fork, and for n = 1, all that is not the tree's is ``owned`` by the one sequence that prefills. A parked
+choice gives up all it holds and resumes alone.
 
 Every id is freed with ``step``, the last plan made, as its fence: no later plan names it until it is taken anew.
 """
@@ -15,9 +15,11 @@ Every id is freed with ``step``, the last plan made, as its fence: no later plan
 import heapq
 
 from hybserve.cache.pool import Pool
+from hybserve.cache.tree import Match
 from hybserve.plan.floors import pages_of
 from hybserve.plan.result import EngineLimits
 from hybserve.scheduler import queues
+from hybserve.scheduler.prefix import Prefix
 from hybserve.scheduler.queues import Waiting
 from hybserve.scheduler.request import Sequence, State
 
@@ -37,6 +39,7 @@ class Running:
         """Everything free, nothing running."""
         self.pages = Pool("kv pages", self.limits.kv_pages)
         self.slots = Pool("state slots", self.limits.state_slots)
+        self.prefix = Prefix(self.limits, self.pages, self.slots)
         self.sequences: list[Sequence] = []  # in the total order
         self._indices = list(range(self.limits.max_running))  # a heap: indices stay dense
 
@@ -44,17 +47,9 @@ class Running:
     def free_indices(self) -> list[int]:
         return self._indices
 
-    def has_room(self, lead: Sequence, pages: int) -> bool:
-        """Whether the group of ``lead`` can be let in with ``pages`` pages, touching nothing.
-
-        What was parked must also find, beside others, the pages that they still need to prefill and one for each of
-        them to grow: let back in with less, it would soon be parked again and its recomputed tokens lost.
-        """
-        if len(self.sequences) + len(lead.group) > self.limits.max_running or self.slots.available < len(lead.group):
-            return False
-        if lead.state is State.PARKED and self.sequences:
-            pages = max(pages, pages_of(lead.fill, self.limits.page_size)) + self._owed()
-        return self.pages.available >= pages
+    def has_seats(self, group: int) -> bool:
+        """Whether ``group`` more sequences may run, as far as slots go; touches nothing."""
+        return len(self.sequences) + group <= self.limits.max_running and self.prefix.reachable_slots >= group
 
     def _owed(self) -> int:
         """Pages that running sequences will ask for soon."""
@@ -64,20 +59,50 @@ class Running:
                 owed += pages_of(sequence.fill - sequence.capacity, page_size)
         return owed
 
-    def admit(self, lead: Sequence, pages: int) -> None:
-        """Let a group in: a slot for each, ``pages`` pages for the lead, which prefills for all."""
-        for member, slot in zip(lead.group, self.slots.take(len(lead.group)), strict=True):
+    def admit(self, lead: Sequence, pages: int, match: Match | None) -> bool:
+        """Let a group in: a slot for each, and for the lead, which prefills for all, the hit and ``pages`` pages more.
+
+        All or nothing: false, and nothing but evictable content is touched, if eviction cannot make the room. What was
+        parked must also find, beside others, the pages that they still need to prefill and one for each of them to
+        grow: let back in with less, it would soon be parked again and its recomputed tokens lost.
+        """
+        prefix, group = self.prefix, len(lead.group)
+        source = match.source if match is not None else None
+        if match is not None:
+            lead.lease = prefix.tree.lease(lead.request.root, match)
+            if source is not None:
+                prefix.tree.pin(source)
+        owed = 0
+        if lead.state is State.PARKED and self.sequences:
+            kv_hit = match.kv_hit if match is not None else 0
+            owed = max(pages_of(lead.fill - kv_hit, self.limits.page_size) - pages, 0) + self._owed()
+        if not self._make_room(group, pages, owed):
+            if source is not None:
+                prefix.tree.unpin(source, self.step)
+            prefix.release(lead, self.step)
+            return False
+        for member, slot in zip(lead.group, self.slots.take(group), strict=True):
             member.slot = slot
             member.state = State.FORK
             member.planned = member.sampled = 0
             queues.insert(self.sequences, member)
         lead.state = State.PREFILL
+        prefix.take(lead, match)
         self.grow(lead, pages)
+        return True
+
+    def _make_room(self, group: int, pages: int, owed: int) -> bool:
+        """Evict for ``group`` slots and ``pages`` pages, if ``owed`` pages more could be had later."""
+        prefix = self.prefix
+        if prefix.reachable_slots < group or prefix.reachable_pages < pages + owed:
+            return False
+        return prefix.reclaim_slots(group, self.step) and prefix.reclaim_pages(pages, self.step)
 
     def grow(self, sequence: Sequence, count: int) -> list[int]:
         """``count`` more pages at the end of the block table; the caller has made sure that they are free."""
         ids = self.pages.take(count)
-        sequence.pages += ids
+        sequence.table += ids
+        sequence.owned.update(ids)
         sequence.capacity += count * self.limits.page_size
         return ids
 
@@ -90,22 +115,27 @@ class Running:
         """The request is forked: the lead's full prompt pages become the request's (see the ledger)."""
         request = lead.request
         full = len(request.prompt) // self.limits.page_size
-        request.shared = lead.pages[:full]
-        lead.pages = lead.pages[full:]
+        request.shared = lead.owned.intersection(lead.table[:full])
+        lead.owned -= request.shared
         lead.shares = True
         request.sharers = 1
 
     def join(self, sequence: Sequence) -> None:
         """A choice forked from its lead shares the prompt's full pages."""
-        request = sequence.request
+        request, page_size = sequence.request, self.limits.page_size
+        lead, full = request.sequences[0], len(request.prompt) // page_size
         sequence.shares = True
         request.sharers += 1
-        sequence.capacity += len(request.shared) * self.limits.page_size
-        sequence.planned = len(request.prompt)
+        sequence.table = lead.table[:full]
+        sequence.capacity = full * page_size
+        sequence.planned = sequence.fill = sequence.settled = sequence.exported = len(request.prompt)
+        if lead.lease is not None:
+            sequence.lease = self.prefix.tree.clone(lead.lease)
 
     def room_to_grow(self, sequence: Sequence) -> bool:
-        """Make at least one page free, parking from the end of the order; false if ``sequence`` itself was parked."""
-        while not self.pages.available:
+        """Make at least one page free: evict first, then park from the end of the order; false if ``sequence`` itself
+        was parked."""
+        while not self.prefix.reclaim_pages(1, self.step):
             self.park(self.sequences[-1])
             if not sequence.on_device:
                 assert self.sequences, "the first in the order was parked"
@@ -127,17 +157,22 @@ class Running:
             group[0].group = group
             self._waiting.add(group[0])
 
-    def leave(self, sequence: Sequence, state: State) -> None:
-        """Give back all that it holds. ``state``: PARKED or GONE."""
+    def leave(self, sequence: Sequence, state: State, *, publish: bool = True) -> None:
+        """Give back all that it holds. ``state``: PARKED or GONE. ``publish``: first let the tree have whole pages."""
         queues.remove(self.sequences, sequence)
         self.slots.free([sequence.slot], self.step)
-        self.pages.free(sequence.pages, self.step)
+        if publish and sequence.lease is not None and sequence.output:
+            behind = sequence.settled < sequence.fill  # a resumed prefill has not come back to where it was
+            self.prefix.publish(sequence, sequence.settled if behind else sequence.length - 1, last=True)
+        self.pages.free(sequence.owned, self.step)
         if sequence.shares:
             self._unshare(sequence)
+        self.prefix.release(sequence, self.step)
         if sequence.started:
             self.freed.append(sequence.index)
             heapq.heappush(self._indices, sequence.index)
-        sequence.slot, sequence.pages, sequence.capacity = 0, [], 0
+        sequence.slot, sequence.table, sequence.capacity = 0, [], 0
+        sequence.owned, sequence.boundary, sequence.write_from = set(), 0, 0
         sequence.index, sequence.started = -1, False
         sequence.state = state
         if state is State.GONE:
@@ -149,12 +184,11 @@ class Running:
         request.sharers -= 1
         if not request.sharers:
             self.pages.free(request.shared, self.step)
-            request.shared = []
+            request.shared = set()
 
     def covers(self, sequence: Sequence) -> int:
         """Tokens its block table has room for, counted from the pages themselves."""
-        shared = len(sequence.request.shared) if sequence.shares else 0
-        return (shared + len(sequence.pages)) * self.limits.page_size
+        return len(sequence.table) * self.limits.page_size
 
     def pages_needed(self, sequence: Sequence, end: int) -> int:
         """Pages still missing to hold the tokens before ``end``."""

@@ -29,7 +29,7 @@ from hybserve.core.messages import (
     ToRunner,
     ToScheduler,
 )
-from hybserve.core.types import CacheTruth, Timing
+from hybserve.core.types import Timing
 from hybserve.plan.result import EngineLimits
 from hybserve.scheduler import integrity
 from hybserve.scheduler.admission import Door
@@ -101,12 +101,13 @@ class Scheduler:
                 self._cancel(message.uid)
             case StopAt():
                 self._stop_at(message)
+            case Probe():
+                self._outbox.append(Probed(message.uid, self.running.prefix.probe(message)))
+            case Flush():
+                pages, states = self.running.prefix.flush(self.running.step)
+                self._outbox.append(Flushed(message.uid, pages, states))
             case Drain():
                 self._door.draining = True
-            case Probe():  # every request runs cold: there is nothing that could match or be forgotten
-                self._outbox.append(Probed(message.uid, CacheTruth()))
-            case Flush():
-                self._outbox.append(Flushed(message.uid, 0, 0))
             case _:
                 assert_never(message)
 
@@ -181,6 +182,7 @@ class Scheduler:
         now = self._clock()
         for request in broken(flight, done):
             self._fail(request, numerical_error("The model's output for this request was not finite."))
+        self._publish(flight, done)
         outcome = settle(flight, done)
         self._outbox += outcome.scored
         if outcome.tokens is not None:
@@ -196,8 +198,29 @@ class Scheduler:
                 self._finish(sequence.request)
         self.books.step(flight, done, now, len(outcome.tokens.tokens) if outcome.tokens else 0)
 
+    def _publish(self, flight: Flight, done: StepDone | None) -> None:
+        """Acknowledged KV and states become the tree's; ``done`` None: the step failed, nothing of it counts."""
+        prefix, step, fence = self.running.prefix, flight.plan.step, self.running.step
+        for chunk in flight.chunks if done is not None else ():
+            sequence = chunk.sequence
+            if sequence.lease is not None and step >= sequence.live_from:
+                sequence.settled = chunk.end
+                prefix.publish(sequence, chunk.end)
+        positions = done.export_positions if done is not None else [export.position for export in flight.exports]
+        finite = done.export_finite if done is not None else [True] * len(flight.exports)
+        for export, position, sound in zip(flight.exports, positions, finite, strict=True):
+            live = done is not None and step >= export.sequence.live_from
+            if live and not sound:
+                self._fail(
+                    export.sequence.request, numerical_error("The model's state of this request was not finite.")
+                )
+            prefix.settle(export, live and sound, position, fence)
+        for node in flight.restored:
+            prefix.unpin(node, fence)
+
     def _failed(self, flight: Flight, failed: StepFailed) -> None:
         """The step moved states in place before it failed: what was in it is recomputed, never run again."""
+        self._publish(flight, None)
         named = dict(zip(flight.plan.seqs, flight.rows, strict=True)) | dict(flight.forked)
         if not failed.culprits or not named.keys() >= set(failed.culprits):
             for request in list(self.requests.values()):
@@ -238,23 +261,23 @@ class Scheduler:
     def _finish(self, request: Request) -> None:
         now = self._clock()
         self._drop(request)
-        self._outbox.append(Finished(request.uid, CacheTruth(), _timing(request, now)))
+        self._outbox.append(Finished(request.uid, request.cache, _timing(request, now)))
         self.books.ended("finished")
 
     def _fail(self, request: Request, error: RequestError) -> None:
-        self._drop(request)
+        self._drop(request, publish=False)
         self._outbox.append(Failed(request.uid, error.body))
         self.books.ended(error.body.code)
 
-    def _drop(self, request: Request) -> None:
-        """Forget a request in whatever state; everything it holds is free."""
+    def _drop(self, request: Request, *, publish: bool = True) -> None:
+        """Forget a request in whatever state; everything it holds is free, or the tree's."""
         for sequence in request.sequences:
-            self._release(sequence)
+            self._release(sequence, publish=publish)
         del self.requests[request.uid]
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Sequence, *, publish: bool = True) -> None:
         if sequence.on_device:
-            self.running.leave(sequence, State.GONE)
+            self.running.leave(sequence, State.GONE, publish=publish)
             return
         if sequence.state is not State.GONE and sequence.group and sequence is sequence.group[0]:
             self.waiting.remove(sequence)
@@ -264,7 +287,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Recount everything from scratch. Raises IntegrityError with ids and owners."""
-        integrity.check(self.running, self.waiting, self.requests, self.books)
+        integrity.check(self.running, self.waiting, self.requests, self.books, self._flights)
 
     def rebuild(self) -> None:
         """Start the pools anew after a violation; only when idle, so nothing is lost but the evidence."""

@@ -7,11 +7,14 @@ that decode come first in the plan, then prefill chunks by order, then what is n
 
 from dataclasses import dataclass, field
 
+from hybserve.cache.node import Node
+from hybserve.cache.tree import Match
 from hybserve.core.messages import SequenceStart, StepPlan, ToRunner
 from hybserve.core.types import SAMPLED
 from hybserve.plan.result import EngineLimits
 from hybserve.scheduler.admission import pages_at_admission
 from hybserve.scheduler.chunking import chunk_end
+from hybserve.scheduler.prefix import Export
 from hybserve.scheduler.queues import Waiting
 from hybserve.scheduler.request import Sequence, State
 from hybserve.scheduler.running import Running
@@ -26,6 +29,7 @@ class Chunk:
     end: int
     pages: list[int]
     samplers: list[Sequence]
+    exports: list[Export]
 
 
 @dataclass(slots=True)
@@ -38,6 +42,8 @@ class Flight:
     decoding: int  # the first so many samples are those of decode rows
     chunks: list[Chunk]
     forked: list[tuple[int, Sequence]]  # (index, sequence) of choices forked by this plan
+    exports: list[Export]  # parallel to the plan's export columns
+    restored: list[Node]  # whose checkpoints this plan copies into active slots
 
 
 @dataclass(slots=True)
@@ -59,6 +65,8 @@ class _Draft:
     fork_seqs: list[int] = field(default_factory=list)
     fork_pages: list[int] = field(default_factory=list)
     forked: list[tuple[int, Sequence]] = field(default_factory=list)
+    boundaries: list[tuple[int, Export]] = field(default_factory=list)  # (row, export) of decode rows
+    restored: list[Node] = field(default_factory=list)
     leaving: list[Sequence] = field(default_factory=list)  # ended leads, for whom this fork was the last duty
 
 
@@ -92,6 +100,7 @@ class StepMaker:
         running, sequences = self._running, self._running.sequences
         decode, prefill, most = State.DECODE, State.PREFILL, self._limits.step_tokens
         rows, seqs, starts, slots, outputs = draft.rows, draft.seqs, draft.starts, draft.slots, draft.outputs
+        exports, page = running.prefix.exports_states, self._limits.page_size
         position = 0
         while position < len(sequences):
             sequence = sequences[position]
@@ -112,6 +121,10 @@ class StepMaker:
                     continue
                 draft.page_rows.append(len(rows))
                 draft.page_ids += running.grow(sequence, 1)
+            if exports and not (start + 1) % page:
+                export = running.prefix.boundary(sequence, start + 1, running.step)
+                if export is not None:
+                    draft.boundaries.append((len(rows), export))
             rows.append(sequence)
             seqs.append(sequence.index)
             starts.append(start)
@@ -132,7 +145,9 @@ class StepMaker:
         if end > sequence.capacity:
             if start == sequence.capacity and not running.room_to_grow(sequence):
                 return
-            pages = running.grow(sequence, min(running.pages_needed(sequence, end), running.pages.available))
+            needed = running.pages_needed(sequence, end)
+            running.prefix.reclaim_pages(needed, running.step)
+            pages = running.grow(sequence, min(needed, running.pages.available))
             end = min(end, sequence.capacity)
         self._add_chunk(draft, sequence, end, pages)
 
@@ -147,9 +162,11 @@ class StepMaker:
         return demand
 
     def _add_chunk(self, draft: _Draft, sequence: Sequence, end: int, pages: list[int]) -> None:
-        chunk = Chunk(sequence, sequence.planned, end, pages, [])
+        prefix, start = self._running.prefix, sequence.planned
+        exports = prefix.exports(sequence, start, end, self._running.step) if prefix.exports_states else []
+        chunk = Chunk(sequence, start, end, pages, [], exports)
         draft.chunks.append(chunk)
-        draft.chunk_tokens += end - sequence.planned
+        draft.chunk_tokens += end - start
         sequence.planned = end
         if not sequence.started:
             self._begin(draft, sequence)
@@ -209,38 +226,65 @@ class StepMaker:
         running.join(choice)
         (page,) = running.grow(choice, 1)
         if len(request.prompt) % self._limits.page_size:
-            draft.page_copies += [lead.pages[0], page]
+            draft.page_copies += [lead.table[len(choice.table) - 1], page]
         draft.state_copies += [lead.slot, choice.slot]
-        table = [*request.shared, page]
+        table = choice.table
         draft.fork_seqs += [choice.index] * len(table)
         draft.fork_pages += table
         draft.forked.append((choice.index, choice))
         choice.state = State.DECODE
 
     def _admit(self, draft: _Draft, settled: int) -> None:
-        """Let in what waits, first come first served, while its first step fits whole."""
+        """Let in what waits, first come first served, while its first step fits whole.
+
+        Who waits for a prefix that a running prefill is about to publish holds nothing and is passed.
+        """
         limits, running, waiting = self._limits, self._running, self._waiting
-        spare = limits.step_tokens - len(draft.rows) - draft.chunk_tokens
-        while len(waiting) and spare > 0:
-            lead = waiting.first
-            if lead.resume_after > settled:
+        place = 0
+        while place < len(waiting):
+            spare = limits.step_tokens - len(draft.rows) - draft.chunk_tokens
+            lead = waiting.at(place)
+            if spare <= 0 or lead.resume_after > settled or not running.has_seats(len(lead.group)):
                 return
             lead.fill = lead.length
-            end = chunk_end(0, lead.fill, limits.page_size, min(limits.prefill_chunk, spare))
-            pages = pages_at_admission(lead, end, limits.page_size)
-            if end == 0 or not running.has_room(lead, pages):
+            match = running.prefix.look(lead)
+            if match is not None and running.prefix.awaited(lead, match):
+                place += 1
+                continue
+            if not self._let_in(draft, lead, match, spare):
                 return
-            waiting.remove(lead)
-            running.admit(lead, pages)
-            self.admitted.append(lead)
-            self._add_chunk(draft, lead, end, list(lead.pages))
-            spare -= end
+
+    def _let_in(self, draft: _Draft, lead: Sequence, match: Match | None, spare: int) -> bool:
+        limits, running = self._limits, self._running
+        hit, kv_hit = (match.hit, match.kv_hit) if match is not None else (0, 0)
+        end = chunk_end(hit, lead.fill, limits.page_size, min(limits.prefill_chunk, spare))
+        pages = max(pages_at_admission(lead, end, limits.page_size) - kv_hit // limits.page_size, 0)
+        if end == hit:
+            return False
+        self._waiting.remove(lead)  # counts it by the state that admission changes
+        if not running.admit(lead, pages, match):
+            self._waiting.add(lead)
+            return False
+        request = lead.request
+        if not request.admitted_at:
+            request.cache = running.prefix.truth(match)
+            running.prefix.count(request)
+        if match is not None and match.source is not None and match.source.checkpoint is not None:
+            draft.state_copies += [match.source.checkpoint.slot, lead.slot]
+            draft.restored.append(match.source)
+        self.admitted.append(lead)
+        self._add_chunk(draft, lead, end, list(lead.table))
+        return True
 
     def _finish(self, draft: _Draft) -> tuple[list[ToRunner], Flight]:
         running, decoding = self._running, len(draft.rows)
         rows, samplers = draft.rows, list(draft.rows)
         sample_rows, sample_seqs, sample_outputs = list(range(decoding)), list(draft.seqs), draft.outputs
         counts, tokens = [1] * decoding, [SAMPLED] * decoding
+        exports = [export for _, export in draft.boundaries]
+        export_rows = [row for row, _ in draft.boundaries]
+        gap_rows: list[int] = []
+        gap_ends: list[int] = []
         for chunk in draft.chunks:
             sequence, row = chunk.sequence, len(rows)
             rows.append(sequence)
@@ -251,6 +295,11 @@ class StepMaker:
             tokens += sequence.ids(chunk.start, chunk.end)
             draft.page_rows += [row] * len(chunk.pages)
             draft.page_ids += chunk.pages
+            if chunk.start < sequence.write_from:
+                gap_rows.append(row)
+                gap_ends.append(sequence.write_from)
+            exports += chunk.exports
+            export_rows += [row] * len(chunk.exports)
             samplers += chunk.samplers
             sample_rows += [row] * len(chunk.samplers)
             sample_seqs += [member.index for member in chunk.samplers]
@@ -274,6 +323,12 @@ class StepMaker:
             fork_seqs=draft.fork_seqs,
             fork_pages=draft.fork_pages,
             freed=running.freed,
+            gap_rows=gap_rows,
+            gap_ends=gap_ends,
+            export_rows=export_rows,
+            export_positions=[export.position for export in exports],
+            export_slots=[export.slot for export in exports],
         )
         running.freed = []
-        return [*draft.begun, plan], Flight(plan, rows, samplers, decoding, draft.chunks, draft.forked)
+        flight = Flight(plan, rows, samplers, decoding, draft.chunks, draft.forked, exports, draft.restored)
+        return [*draft.begun, plan], flight

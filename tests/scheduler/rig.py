@@ -33,12 +33,13 @@ class Rig:
 
     def __init__(self, engine: EngineLimits | None = None, max_queue: int = 100, **changes: object) -> None:
         queue_tokens = changes.pop("max_queue_tokens", None)
-        runner = {key: changes.pop(key) for key in ("bad", "evil", "vocab") if key in changes}
+        runner = {key: changes.pop(key) for key in ("bad", "bad_states", "evil", "vocab") if key in changes}
         self.limits = engine or limits(**changes)
         self.now = 1000.0
         self.scheduler = Scheduler(self.limits, max_queue, queue_tokens, lambda: self.now)  # type: ignore[arg-type]
         self.runner = TattletaleRunner(self.limits, **runner)  # type: ignore[arg-type]
         self.planned: bytes | None = None
+        self.poisoned: tuple[set[int], set[int]] = (set(), set())  # ids free when the last plan was made
         self.results: list[FromRunner] = []
         self.events: list[FromScheduler] = []
         self.accepted: set[int] = set()
@@ -59,11 +60,13 @@ class Rig:
         n: int = 1,
         priority: int = 0,
         timeout: float = 0.0,
+        salt: str = "",
+        anchors: Iterable[int] = (),
         **sampling: object,
     ) -> Generate:
         ids = [(uid * 7 + k * 3) % 64 for k in range(prompt)] if isinstance(prompt, int) else prompt
         params = SamplingParams(seed=uid, max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
-        message = Generate(uid, ids, params, n, "", "", priority, self.now, timeout)
+        message = Generate(uid, ids, params, n, "", salt, priority, self.now, timeout, list(anchors))
         self.asked[uid] = message
         self.tell(message)
         return message
@@ -74,7 +77,8 @@ class Rig:
 
     def expected(self, uid: int) -> list[list[int]]:
         message = self.asked[uid]
-        return expected_tokens(message.prompt, message.sampling, message.n, self.limits.page_size, self.runner.vocab)
+        page_size, stateful = self.limits.page_size, self.limits.stateful
+        return expected_tokens(message.prompt, message.sampling, message.n, page_size, self.runner.vocab, stateful)
 
     def right(self, uids: Iterable[int]) -> None:
         """These finished, with the tokens that they had alone."""
@@ -93,7 +97,36 @@ class Rig:
         self.planned = _PLANS.encode(frame)
         plan = frame[-1]
         assert isinstance(plan, StepPlan)
+        self._check_writes(plan)
+        running = self.scheduler.running
+        free = running.pages.free_ids(), running.slots.free_ids()
+        self.runner.condemn(plan, free[0] - self.poisoned[0], free[1] - self.poisoned[1])
+        self.poisoned = free
         return plan
+
+    def _check_writes(self, plan: StepPlan) -> None:
+        """No row writes into a page that the tree owns."""
+        page, gaps = self.limits.page_size, dict(zip(plan.gap_rows, plan.gap_ends, strict=True))
+        running = self.scheduler.running
+        cached = {index for node in running.prefix.tree.all_nodes() for index in node.pages}
+        by_index = {sequence.index: sequence for sequence in running.sequences if sequence.started}
+        for row, (seq, start, count) in enumerate(zip(plan.seqs, plan.starts, plan.counts, strict=True)):
+            table, first = by_index[seq].table, max(start, gaps.get(row, 0))
+            written = {table[position // page] for position in range(first, start + count)}
+            assert not written & cached, f"row {row} writes into pages {written & cached} of the tree"
+
+    def common(self, uid: int) -> int:
+        """The longest prefix that the prompt shares with anything computed before under its salt."""
+        mine, most = self.asked[uid], 0
+        for other, asked in self.asked.items():
+            if asked.cache_salt != mine.cache_salt:
+                continue
+            for choice in range(asked.n):
+                known = asked.prompt + (self.tokens.get((other, choice), []) if other != uid else [])
+                if other != uid:
+                    same = [a == b for a, b in zip(known, mine.prompt, strict=False)]
+                    most = max(most, same.index(False) if False in same else len(same))
+        return most
 
     def launch(self) -> None:
         assert self.planned is not None
@@ -179,6 +212,7 @@ class Rig:
                     raise AssertionError(f"{pool.name} {index} is free since {pool.fence(index)}, named {named[index]}")
 
     def empty(self) -> bool:
-        """Everything given back."""
+        """Everything given back, once the tree has been told to forget."""
         running = self.scheduler.running
+        running.prefix.tree.flush(running.step)
         return self.scheduler.idle and not running.pages.held and not running.slots.held

@@ -51,5 +51,5 @@ def test_peer38_the_head_of_a_long_queue_costs_no_walk_through_it() -> None:
     for lead in leads:
         waiting.add(lead)
     for lead in leads:
-        assert waiting.first is lead
+        assert waiting.at(0) is lead
         waiting.remove(lead)

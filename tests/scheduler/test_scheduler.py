@@ -363,11 +363,11 @@ def test_drain_refuses_new_requests_and_finishes_the_rest() -> None:
     rig.right([1, 2])
 
 
-def test_a_cold_engine_says_that_nothing_is_cached() -> None:
+def test_without_a_prefix_cache_nothing_is_cached() -> None:
     rig = Rig()
     rig.tell(Probe(1, [1, 2, 3], "", ""))
     rig.tell(Flush(2))
-    assert rig.events == [Probed(1, CacheTruth()), Flushed(2, 0, 0)]
+    assert rig.events == [Probed(1, CacheTruth(reason="off")), Flushed(2, 0, 0)]
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -468,7 +468,7 @@ def test_timing_is_in_milliseconds_and_adds_up() -> None:
     assert timing.queue == 1000
     assert timing.ttft == timing.queue + timing.prefill
     assert timing.decode == 1500
-    assert rig.finished[2].cache.reason == "cold"
+    assert rig.finished[2].cache.reason == "off"
 
 
 def test_peer30_peer31_peer32_peer40_the_floor_carries_max_running_sequences() -> None:
@@ -553,3 +553,22 @@ def test_metrics_say_what_happened() -> None:
     assert snapshot.counters["hybserve_parks_total"] == rig.scheduler.running.parks > 0
     assert snapshot.histograms["hybserve_ttft_seconds"][1][-1] == 2
     assert snapshot.gauges['hybserve_pages{state="active"}'] == 0
+
+
+def test_F68_a_parked_sequence_waits_for_the_tokens_it_has_in_flight() -> None:
+    rig = Rig(max_running=2, state_slots=3, kv_pages=8)
+    rig.ask(1, 6, max_tokens=12)
+    rig.ask(2, 6, max_tokens=12)
+    while not rig.scheduler.running.parks:
+        rig.plan()
+        rig.launch()
+        if rig.scheduler.in_flight > 2:
+            rig.collect()
+            rig.settle()
+    rig.tell(Cancel(1))
+    assert rig.plan() is None, "it was let back in before its last token was known"
+    while rig.runner.pending:
+        rig.collect()
+        rig.settle()
+    rig.drain()
+    rig.right([2])

@@ -3,7 +3,7 @@
 After every rule all books are recounted, no id may be free below its fence, and every token told is the one that the
 request would have got alone. At the end nothing arrives any more: everything must finish within a bounded number of
 turns, and every page and slot must be free. Then real lines of the scheduler are broken, one at a time: each mutant
-must be caught within the same number of examples, or its test fails.
+must be caught within a bounded number of examples, or its test fails.
 """
 
 from collections.abc import Callable
@@ -43,6 +43,9 @@ BUDGET = settings(
     report_multiple_bugs=False,
 )
 
+#: Most mutants fall within a few examples, the rarest after some hundreds.
+MUTANT_BUDGET = settings(BUDGET, max_examples=600)
+
 prompts = st.one_of(
     st.sampled_from([1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 2 * PAGE + 1, 3 * PAGE]), st.integers(1, LONGEST - 2)
 )
@@ -72,6 +75,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.draining = False
         self.expected: dict[int, list[list[int]]] = {}
 
+    salt = ""
+    anchors: tuple[int, ...] = ()
+
+    def ids(self, length: int) -> int | list[int]:
+        """The prompt of the next request: its length, or its tokens."""
+        return length
+
     def _evil(self, plan: StepPlan, runner: TattletaleRunner) -> StepFailed | None:
         if not self.fail_next or not plan.seqs:
             return None
@@ -94,7 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.uid += 1
         max_tokens = min(budget, LONGEST - prompt)
         self.rig.ask(
-            self.uid, prompt, max_tokens, n, priority, 4.0 if timed else 0.0,
+            self.uid, self.ids(prompt), max_tokens, n, priority, 4.0 if timed else 0.0, self.salt, self.anchors,
             stop_ids=stops, temperature=0.0 if greedy else 1.0, presence_penalty=0.1 * (self.uid % 2),
         )  # fmt: skip
         if self.uid in self.rig.failed:
@@ -196,7 +206,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for uid, failed in self.rig.failed.items():
             allowed = {"queue_full", "exceeds_capacity", "draining"}
             allowed |= {"timeout"} if uid in self.timed else set()
-            allowed |= {"engine_error"} if uid in self.broken else set()
+            allowed |= {"engine_error", "numerical_error"} if uid in self.broken else set()
             assert failed.error.code in allowed, failed
         assert not self.cancelled & {*self.rig.finished, *self.rig.failed}, "a terminal event after a cancellation"
 
@@ -274,11 +284,6 @@ def _resume_at_the_wrong_start(patch: pytest.MonkeyPatch) -> None:
 
 def _resume_forgets_the_last_token(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Sequence, "length", property(lambda self: len(self.request.prompt) + max(len(self.output) - 1, 0)))
-
-
-def _resume_before_all_is_known(patch: pytest.MonkeyPatch) -> None:
-    real = step_module.StepMaker.make
-    patch.setattr(step_module.StepMaker, "make", lambda self, settled: real(self, 1 << 60))
 
 
 def _fork_without_page_copy(patch: pytest.MonkeyPatch) -> None:
@@ -383,7 +388,6 @@ MUTANTS = [
     _fence_forgotten,
     _resume_at_the_wrong_start,
     _resume_forgets_the_last_token,
-    _resume_before_all_is_known,
     _fork_without_page_copy,
     _fork_copies_the_wrong_way,
     _overshoot_told,
@@ -401,4 +405,4 @@ MUTANTS = [
 def test_the_net_catches(mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)
     with pytest.raises(Exception):  # noqa: B017, PT011
-        run_state_machine_as_test(SchedulerMachine, settings=BUDGET)
+        run_state_machine_as_test(SchedulerMachine, settings=MUTANT_BUDGET)

@@ -1,0 +1,276 @@
+"""The prefix tree as the scheduler uses it: what a newcomer reuses, what a step exports, what its result publishes.
+
+Ledger of one sequence's block table, page by page:
+
+    tree       [0, kv_hit) from admission on, and every page that ``publish`` moved there; kept by ``sequence.lease``
+    shared     ``request.shared``: prompt pages of a forked request that the tree did not take (yet, or ever)
+    owned      ``sequence.owned``: everything else; freed when the sequence leaves
+
+Slots: one active slot per sequence; slots of exports in flight belong to the plan until its result is settled, then to
+the tree, or back to the pool. Publishing is best effort: no room, a lost sequence, an equal checkpoint already there
+mean a slot given back and a count, never an error.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from hybserve.cache.node import Node
+from hybserve.cache.pool import Pool
+from hybserve.cache.tree import Match, PrefixTree
+from hybserve.core.messages import Probe
+from hybserve.core.types import CacheTruth
+from hybserve.observe.metrics import labelled
+from hybserve.plan.result import EngineLimits
+from hybserve.scheduler.request import Request, Sequence
+
+#: Reason of the hit of a request that may not read the cache.
+ALL_LOGITS = "prompt_logprobs"
+
+
+@dataclass(slots=True)
+class Export:
+    """A checkpoint being written by a plan: the state of ``sequence`` at ``position``, into ``slot``."""
+
+    sequence: Sequence
+    position: int
+    slot: int
+    decode: bool  # the boundary that a decoding sequence has just passed
+
+
+class Prefix:
+    """One per scheduler. With ``limits.prefix`` off nothing is matched, exported or published."""
+
+    def __init__(self, limits: EngineLimits, pages: Pool, slots: Pool) -> None:
+        self.on = limits.prefix
+        self.exports_states = limits.prefix and limits.stateful
+        self.tree = PrefixTree(
+            limits.page_size, pages, slots, stateful=limits.stateful, slot_price=max(limits.slot_price, 1e-9)
+        )
+        #: Checkpoints by what became of them: published, duplicate, skipped, lost, superseded.
+        self.checkpoints: Counter[str] = Counter()
+        self.short_hits: Counter[str] = Counter()
+        self.asked_tokens = 0
+        self.hit_tokens = 0
+        self._limits = limits
+        self._pages = pages
+        self._slots = slots
+        self._promising: dict[Sequence, None] = {}
+
+    # admission
+
+    def look(self, sequence: Sequence) -> Match | None:
+        """What the tree has for all tokens that the host knows of the sequence; None without a prefix cache.
+
+        Prompt log-probabilities need every logit of the prompt: such a request reads nothing.
+        """
+        if not self.on:
+            return None
+        if sequence.request.sampling.prompt_logprobs >= 0:
+            return Match(0, 0, 0, ALL_LOGITS, 0, None, None)
+        return self.tree.match(sequence.request.root, sequence.ids(0, sequence.length))
+
+    def awaited(self, sequence: Sequence, match: Match) -> bool:
+        """Whether a running prefill has promised a checkpoint that would serve this sequence deeper than the hit."""
+        if match.reason == ALL_LOGITS:
+            return False
+        root, last = sequence.request.root, sequence.length - 1
+        for other in self._promising:
+            if other.request.root != root:
+                continue
+            for goal in sorted(other.goals, reverse=True):
+                if match.hit < goal <= last and other.ids(match.hit, goal) == sequence.ids(match.hit, goal):
+                    return True
+        return False
+
+    def take(self, sequence: Sequence, match: Match | None) -> None:
+        """Admit with this hit: block table, write border, first position; the checkpoint, if any, is pinned."""
+        page = self._limits.page_size
+        hit = kv_hit = 0
+        if match is not None:
+            hit, kv_hit = match.hit, match.kv_hit
+            self.tree.touch(sequence.lease_held, match.source)
+            sequence.table = self.tree.pages_of(sequence.lease_held)
+        sequence.planned = sequence.exported = hit
+        sequence.settled = kv_hit
+        sequence.write_from = kv_hit
+        sequence.capacity = kv_hit
+        if self.exports_states:
+            self._promise(sequence, page)
+
+    def _promise(self, sequence: Sequence, page: int) -> None:
+        """The checkpoints worth taking of this prefill, beyond chunk ends and the grid."""
+        spots = [sequence.fill - 1, sequence.fill, sequence.write_from, *sequence.request.anchors]
+        spots = [spot // page * page for spot in spots if spot <= sequence.fill]
+        sequence.goals = {spot for spot in spots if spot > sequence.planned}
+        if sequence.goals:
+            self._promising[sequence] = None
+
+    def probe(self, message: Probe) -> CacheTruth:
+        """What a request with this prompt would hit now; changes nothing."""
+        root = (message.tenant, message.cache_salt)
+        return self.truth(self.tree.match(root, message.prompt) if self.on else None)
+
+    def flush(self, fence: int) -> tuple[int, int]:
+        """Nothing cached matches any more; the pages and slots that came free at once."""
+        pages, states = self._pages.available, self._slots.available
+        self.tree.flush(fence)
+        return self._pages.available - pages, self._slots.available - states
+
+    def truth(self, match: Match | None) -> CacheTruth:
+        """The hit in the client's words."""
+        if match is None:
+            return CacheTruth(reason="off")
+        return CacheTruth(match.kv_hit, match.state_hit, match.hit, match.reason, match.at, device=match.hit)
+
+    def count(self, request: Request) -> None:
+        """Book a first admission."""
+        self.asked_tokens += len(request.prompt)
+        self.hit_tokens += request.cache.hit
+        if request.cache.reason not in ("full", "off", ALL_LOGITS):
+            self.short_hits[request.cache.reason] += 1
+
+    def totals(self) -> dict[str, int]:
+        """Counts since the tree was made, by metric name."""
+        tree = self.tree
+        totals = {
+            "hybserve_prompt_tokens_total": self.asked_tokens,
+            labelled("hybserve_cached_tokens_total", tier="device"): self.hit_tokens,
+            labelled("hybserve_evictions_total", what="page"): tree.evicted_pages,
+            labelled("hybserve_evictions_total", what="state"): tree.evicted_states,
+        }
+        for outcome, count in self.checkpoints.items():
+            totals[labelled("hybserve_checkpoints_total", outcome=outcome)] = count
+        for reason, count in self.short_hits.items():
+            totals[labelled("hybserve_short_hits_total", reason=reason)] = count
+        return totals
+
+    # exports
+
+    def exports(self, sequence: Sequence, start: int, end: int, fence: int) -> list[Export]:
+        """Checkpoints to take while tokens [start, end) are computed: promises first, then the chunk's end and the
+        grid, as far as there are slots, or published ones worth less."""
+        page, every = self._limits.page_size, self._limits.checkpoint_every
+        promised = sorted((goal for goal in sequence.goals if start < goal <= end), reverse=True)
+        others = [] if end % page else [end]
+        if every:
+            others += range((start // every + 1) * every // page * page, end + 1, every)
+        spots = dict.fromkeys([*promised, *(spot for spot in others if start < spot <= end)])
+        made = []
+        for spot in spots:
+            slot = self._slot(spot - start, fence) if not self._known(sequence, spot) else 0
+            if slot:
+                made.append(Export(sequence, spot, slot, decode=False))
+            else:
+                self._forgo(sequence, spot)
+        sequence.exported = max([sequence.exported, *(export.position for export in made)])
+        return sorted(made, key=lambda export: export.position)
+
+    def boundary(self, sequence: Sequence, position: int, fence: int) -> Export | None:
+        """The checkpoint of a page boundary that a decoding sequence reaches with this step."""
+        slot = self._slot(position - sequence.exported, fence)
+        if not slot:
+            self.checkpoints["skipped"] += 1
+            return None
+        sequence.exported = position
+        return Export(sequence, position, slot, decode=True)
+
+    def _known(self, sequence: Sequence, position: int) -> bool:
+        return sequence.lease is not None and self.tree.has_checkpoint(sequence.lease, position)
+
+    def _slot(self, loss: int, fence: int) -> int:
+        """A slot for a checkpoint whose loss would cost ``loss`` tokens, or 0."""
+        if not self._slots.available:
+            self.tree.evict_states(1, fence, below=self.tree.worth_of_new(loss))
+        return self._slots.take(1)[0] if self._slots.available else 0
+
+    def _forgo(self, sequence: Sequence, position: int) -> None:
+        if not self._known(sequence, position):
+            self.checkpoints["skipped"] += 1
+        self._kept(sequence, position)
+
+    def _kept(self, sequence: Sequence, position: int) -> None:
+        """A promise was kept or given up: whoever waits for it looks again."""
+        sequence.goals.discard(position)
+        if not sequence.goals:
+            self._promising.pop(sequence, None)
+
+    # results
+
+    def publish(self, sequence: Sequence, computed: int, *, last: bool = False) -> None:
+        """Make the KV of the whole pages before ``computed`` (acknowledged) matchable. ``last``: it leaves now."""
+        page, lease, request = self._limits.page_size, sequence.lease_held, sequence.request
+        start, end = lease.end, computed // page * page
+        if end <= start:
+            return
+        pages = sequence.table[start // page : end // page]
+        moved = self.tree.publish(lease, sequence.ids(start, end), pages, last=last)
+        sequence.owned.difference_update(moved)
+        if not sequence.shares or not moved:
+            return
+        request.shared.difference_update(moved)
+        prompt_end = min(len(request.prompt) // page * page, end)
+        for sibling in request.sequences:
+            if sibling.shares and sibling.lease is not None and sibling.lease.end < prompt_end:
+                self.tree.follow(sibling.lease, lease, prompt_end)
+
+    def settle(self, export: Export, live: bool, position: int, fence: int) -> None:
+        """An export came back: ``live`` if its sequence still is what it was. It becomes the tree's, or free."""
+        assert position == export.position, f"asked for the state at {export.position}, got the one at {position}"
+        sequence, lease = export.sequence, export.sequence.lease
+        outcome = "lost"
+        if live and lease is not None:
+            self.publish(sequence, position)
+            attached = position <= lease.end and self.tree.attach(lease, position, export.slot)
+            outcome = "published" if attached else "duplicate"
+            self._kept(sequence, position)
+        if outcome != "published":
+            self._slots.free([export.slot], fence)
+        elif export.decode and lease is not None:
+            self._supersede(sequence, position, fence)
+        self.checkpoints[outcome] += 1
+
+    def _supersede(self, sequence: Sequence, position: int, fence: int) -> None:
+        """Of the boundaries passed in decode the last is enough, beside those on the grid."""
+        every, before = self._limits.checkpoint_every, sequence.boundary
+        if before and not (every and before % every == 0) and self.tree.drop_unused(sequence.lease_held, before, fence):
+            self.checkpoints["superseded"] += 1
+        sequence.boundary = position
+
+    def unpin(self, node: Node, fence: int) -> None:
+        self.tree.unpin(node, fence)
+
+    # leaving
+
+    def release(self, sequence: Sequence, fence: int) -> None:
+        """The sequence leaves the device; nobody waits for it any more."""
+        self._promising.pop(sequence, None)
+        sequence.goals = set()
+        if sequence.lease is not None:
+            self.tree.release(sequence.lease, fence)
+            sequence.lease = None
+
+    # room
+
+    def reclaim_pages(self, count: int, fence: int) -> bool:
+        """Evict until ``count`` pages are free, if that is possible."""
+        missing = count - self._pages.available
+        if missing > 0:
+            self.tree.evict_pages(missing, fence)
+        return self._pages.available >= count
+
+    def reclaim_slots(self, count: int, fence: int) -> bool:
+        """Evict until ``count`` slots are free, if that is possible."""
+        missing = count - self._slots.available
+        if missing > 0:
+            self.tree.evict_states(missing, fence)
+        return self._slots.available >= count
+
+    @property
+    def reachable_pages(self) -> int:
+        """Pages free or evictable."""
+        return self._pages.available + self.tree.evictable_pages
+
+    @property
+    def reachable_slots(self) -> int:
+        """Slots free or evictable."""
+        return self._slots.available + self.tree.evictable_states
