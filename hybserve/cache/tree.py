@@ -84,7 +84,7 @@ class PrefixTree:
         self._cached_pages = 0
         self._leased_pages = 0
         self._pinned = 0
-        self._ghosts: OrderedDict[tuple[bytes, tuple[int, ...]], None] = OrderedDict()
+        self._ghosts: OrderedDict[bytes, None] = OrderedDict()  # hashes of evicted leaves' first pages
 
     # looking
 
@@ -134,7 +134,7 @@ class PrefixTree:
         page = self.page_size
         if depth < node.end:
             known: Sequence[int] = node.tokens[depth - node.start : depth - node.start + page]
-        elif (node.end_hash, tokens[depth : depth + page]) in self._ghosts:
+        elif chain(node.end_hash, tokens[depth : depth + page], page) in self._ghosts:
             return "evicted_kv", depth
         elif node.children:
             known = next(reversed(node.children))
@@ -340,6 +340,11 @@ class PrefixTree:
         """The worth that a new checkpoint would have whose loss costs ``loss`` tokens."""
         return self._clock.now + loss / self._slot_price
 
+    def age(self, worth: float) -> None:
+        """A newcomer of that worth found no place: what holds the places grows older by as much as it would have by
+        one eviction of many, or what was once useful would stay for ever."""
+        self._clock.now += (worth - self._clock.now) / max(self._checkpoints, 1)
+
     def flush(self, fence: int) -> None:
         """Forget everything: nothing cached matches any more. What running requests hold is freed when they let go."""
         for root in list(self._roots.values()):
@@ -536,7 +541,7 @@ class PrefixTree:
         node.version += 1
         node.parent = None
         node.pages, node.tokens = [], ()
-        self._ghosts[(parent.end_hash, first)] = None
+        self._ghosts[chain(parent.end_hash, first, self.page_size)] = None
         if len(self._ghosts) > GHOSTS:
             self._ghosts.popitem(last=False)
         if parent.parent is None:

@@ -79,6 +79,7 @@ class Engine:
         self._debug = debug
         self._next_beat = clock()
         self._beats = 0
+        self._checked = 0  # the last step after which everything was recounted
 
     def report(self, message: ToLaunch) -> None:
         if self._control is not None:
@@ -128,6 +129,10 @@ class Engine:
             self._check_idle()
 
     def _check_idle(self) -> None:
+        """Recount everything once after something has happened."""
+        if self._scheduler.settled == self._checked:
+            return
+        self._checked = self._scheduler.settled
         try:
             self._scheduler.check()
         except IntegrityError as error:

@@ -73,13 +73,24 @@ class Prefix:
         """Whether a running prefill has promised a checkpoint that would serve this sequence deeper than the hit."""
         if match.reason == ALL_LOGITS:
             return False
-        root, last = sequence.request.root, sequence.length - 1
+        root, hit, last = sequence.request.root, match.hit, sequence.length - 1
+        page = sequence.ids(hit, hit + self._limits.page_size)
         for other in self._promising:
-            if other.request.root != root:
+            if other.request.root != root or other.ids(hit, hit + len(page)) != page:
                 continue
             for goal in sorted(other.goals, reverse=True):
-                if match.hit < goal <= last and other.ids(match.hit, goal) == sequence.ids(match.hit, goal):
+                if hit < goal <= last and other.ids(hit, goal) == sequence.ids(hit, goal):
+                    sequence.awaits = (other, goal)
                     return True
+        return False
+
+    def still_awaits(self, sequence: Sequence) -> bool:
+        """Whether the promise that the sequence waits for is still open; if not, it has to look again."""
+        if sequence.awaits is not None:
+            other, goal = sequence.awaits
+            if goal in other.goals:
+                return True
+            sequence.awaits = None
         return False
 
     def take(self, sequence: Sequence, match: Match | None) -> None:
@@ -90,7 +101,7 @@ class Prefix:
             hit, kv_hit = match.hit, match.kv_hit
             self.tree.touch(sequence.lease_held, match.source)
             sequence.table = self.tree.pages_of(sequence.lease_held)
-        sequence.planned = sequence.exported = hit
+        sequence.planned = sequence.exported = sequence.hit = hit
         sequence.settled = kv_hit
         sequence.write_from = kv_hit
         sequence.capacity = kv_hit
@@ -157,7 +168,8 @@ class Prefix:
         spots = dict.fromkeys([*promised, *(spot for spot in others if start < spot <= end)])
         made = []
         for spot in spots:
-            slot = self._slot(spot - start, fence) if not self._known(sequence, spot) else 0
+            loss = spot - (sequence.hit if spot in sequence.goals else start)
+            slot = 0 if self._known(sequence, spot) else self._slot(loss, fence)
             if slot:
                 made.append(Export(sequence, spot, slot, decode=False))
             else:
@@ -171,16 +183,17 @@ class Prefix:
         if not slot:
             self.checkpoints["skipped"] += 1
             return None
-        sequence.exported = position
         return Export(sequence, position, slot, decode=True)
 
     def _known(self, sequence: Sequence, position: int) -> bool:
         return sequence.lease is not None and self.tree.has_checkpoint(sequence.lease, position)
 
     def _slot(self, loss: int, fence: int) -> int:
-        """A slot for a checkpoint whose loss would cost ``loss`` tokens, or 0."""
+        """A slot for a new checkpoint whose loss would cost ``loss`` tokens, at the expense of one worth less; or 0."""
         if not self._slots.available:
-            self.tree.evict_states(1, fence, below=self.tree.worth_of_new(loss))
+            worth = self.tree.worth_of_new(loss)
+            if not self.tree.evict_states(1, fence, below=worth):
+                self.tree.age(worth)
         return self._slots.take(1)[0] if self._slots.available else 0
 
     def _forgo(self, sequence: Sequence, position: int) -> None:

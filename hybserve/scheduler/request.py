@@ -35,6 +35,7 @@ class Sequence:
     """One choice. ``group``: the sequences admitted together with this one as their lead (empty if it leads none)."""
 
     __slots__ = (
+        "awaits",
         "boundary",
         "capacity",
         "choice",
@@ -43,6 +44,7 @@ class Sequence:
         "fill",
         "goals",
         "group",
+        "hit",
         "index",
         "key",
         "lease",
@@ -90,6 +92,8 @@ class Sequence:
         self.lease: Lease | None = None  # on what the tree owns of the table
         self.shares = False
         self.capacity = 0  # tokens its block table has room for
+        #: Waiting for a promise: whose, and at which position.
+        self.awaits: tuple[Sequence, int] | None = None
         # where it is
         self.fill = 0  # tokens to compute from ids that the host knows: prompt, and output when resumed
         self.planned = 0
@@ -98,7 +102,8 @@ class Sequence:
         self.write_from = 0  # positions before it lie in pages that the tree owned at admission
         # its checkpoints, as positions
         self.goals: set[int] = set()  # promised by this prefill
-        self.exported = 0  # the last one taken, or the hit
+        self.hit = 0  # where its prefill began
+        self.exported = 0  # the last one taken in its prefill, or the hit
         self.boundary = 0  # the last one published in decode
 
     @property

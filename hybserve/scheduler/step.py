@@ -246,6 +246,9 @@ class StepMaker:
             lead = waiting.at(place)
             if spare <= 0 or lead.resume_after > settled or not running.has_seats(len(lead.group)):
                 return
+            if running.prefix.still_awaits(lead):
+                place += 1
+                continue
             lead.fill = lead.length
             match = running.prefix.look(lead)
             if match is not None and running.prefix.awaited(lead, match):

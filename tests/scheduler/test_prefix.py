@@ -246,3 +246,37 @@ def test_eviction_looks_at_few_nodes_however_many_there_are_peer38(prompts: int)
     freed = tree.evict_pages(40, one.scheduler.running.step)
     assert freed >= 40
     assert tree.visited <= 8 * freed
+
+
+def test_what_was_once_useful_makes_room_for_what_is_useful_now_peer45() -> None:
+    one, uid = rig(state_slots=6, max_running=2, kv_pages=200), 0
+    for old in range(4):
+        for _ in range(6):
+            uid += 1
+            run(one, uid, ids(40, old + 1), max_tokens=2)
+    hits = []
+    for _ in range(40):
+        uid += 1
+        hits.append(run(one, uid, ids(30, 9), max_tokens=2).hit)
+    assert hits[-1] == 28, hits
+
+
+def test_a_crowd_with_one_prompt_is_matched_once_and_waits_for_free() -> None:
+    one = rig(prefill_chunk=4, step_tokens=8, max_running=4, kv_pages=200)
+    looks = 0
+    real = one.scheduler.running.prefix.look
+
+    def look(sequence: object) -> object:
+        nonlocal looks
+        looks += 1
+        return real(sequence)  # type: ignore[arg-type]
+
+    one.scheduler.running.prefix.look = look  # type: ignore[assignment, method-assign]
+    for uid in range(60):
+        one.ask(uid, ids(41), max_tokens=1)
+    for _ in range(8):
+        one.turn()
+    assert looks <= 61
+    one.drain()
+    one.right(range(60))
+    assert sum(one.finished[uid].cache.hit == 40 for uid in range(60)) == 59
