@@ -334,7 +334,7 @@ def bind(spec: ModelSpec, headers: Mapping[str, TensorInfo]) -> Binding:
         layout = max(range(len(wanted)), key=lambda choice: sum(name in tensors for name in wanted[choice]))
         missing += [name for name in wanted[layout] if name not in tensors]
         layouts[param.name] = layout
-        consumed |= wanted[layout].keys()
+        consumed.update(wanted[layout])
         for name, shape in wanted[layout].items():
             if name in tensors:
                 _check(tensors[name], shape)
@@ -362,13 +362,16 @@ def _text_names(spec: ModelSpec, headers: Mapping[str, TensorInfo]) -> dict[str,
 
 
 def _check(info: TensorInfo, shape: tuple[int, ...]) -> None:
-    where = f"{info.file.name}: tensor {info.name}"
     if info.dtype not in _FLOATS:
         raise ModelError(
-            f"{where} is {info.dtype}; quantised weights are not supported, only float32, bfloat16 and float16"
+            f"{info.file.name}: tensor {info.name} is {info.dtype}; quantised weights are not supported, only "
+            "float32, bfloat16 and float16"
         )
     if info.shape != shape:
-        raise ModelError(f"{where} has shape {list(info.shape)}, by config.json it must be {list(shape)}")
+        raise ModelError(
+            f"{info.file.name}: tensor {info.name} has shape {list(info.shape)}, "
+            f"by config.json it must be {list(shape)}"
+        )
 
 
 def _listed(names: list[str]) -> str:
