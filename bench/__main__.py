@@ -37,6 +37,16 @@ BENCHES = {
         ("tests/e2e/test_parity.py",),
         "the whole parity product against transformers",
     ),
+    "cache_parity": Bench(
+        "bench.cache_parity",
+        ("tests/e2e/test_cache_parity.py",),
+        "the parity product through the prefix tree: every situation of the cache",
+    ),
+    "soak": Bench(
+        "bench.soak",
+        ("tests/cache", "tests/scheduler/test_prefix.py", "tests/bench/test_soak.py"),
+        "random traffic through the prefix tree: 20 000 examples, a thousand workloads at the floor",
+    ),
 }
 
 
