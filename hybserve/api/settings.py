@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from hybserve.config.deployment import Deployment, is_loopback
+from hybserve.config.deployment import SILENCE, Deployment, is_loopback
 from hybserve.core.errors import ConfigError
 
 #: File descriptors kept free for links, logs and the listening socket.
@@ -43,7 +43,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     request_timeout: float = 0.0
     sse_ping: float = 10.0
     #: Without a heartbeat of the engine for this long the server calls itself unhealthy.
-    stall_timeout: float = 60.0
+    stall_timeout: float = SILENCE["cpu"]
     allow_request_template: bool = False
 
 
@@ -77,5 +77,6 @@ def from_deployment(deployment: Deployment, environ: Mapping[str, str] = os.envi
         drain_timeout=server.drain_timeout,
         request_timeout=server.request_timeout or 0.0,
         sse_ping=server.sse_ping,
+        stall_timeout=SILENCE["cuda" if deployment.engine.backend == "cuda" else "cpu"],
         allow_request_template=deployment.text.allow_request_template,
     )

@@ -227,6 +227,10 @@ NOT_YET: dict[str, object] = {
 }
 
 
+#: Seconds without a heartbeat, by backend, after which a role counts as lost: one step of a large model on CPU is long.
+SILENCE = {"cpu": 300.0, "cuda": 60.0}
+
+
 class Deployment(Section):
     """The root. ``stated(key)`` and ``origin(key)`` take dotted keys such as ``engine.max_running``."""
 

@@ -10,7 +10,7 @@ import time
 import msgspec
 import psutil
 
-from hybserve.config.deployment import Deployment
+from hybserve.config.deployment import SILENCE, Deployment
 from hybserve.config.load import check_servable
 from hybserve.core.errors import EXIT_OK, ConfigError, HybserveError
 from hybserve.core.messages import Drain, Ready, Stop
@@ -25,8 +25,6 @@ from hybserve.observe.log import event
 
 logger = logging.getLogger(__name__)
 
-#: Seconds without a sign of life after which a role is lost. One step of a large model on CPU takes long.
-SILENCE = {"cpu": 300.0, "cuda": 60.0}
 _BACKLOG = 2048
 _PROBE = 1.0  # seconds to wait for the answer of our own readiness route
 _DELIVERY = 3.0  # seconds in which api and text hand out the errors of a lost role

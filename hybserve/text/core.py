@@ -121,6 +121,10 @@ class TextCore:
                 case Drain():
                     self.drain(message)
 
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
     def drain(self, message: Drain) -> None:
         self._draining = True
         self.to_engine.append(message)

@@ -104,7 +104,8 @@ class TextRole:
                 self._core.from_api(index, messages)
                 self._flush(len(messages))
         except ChannelClosed as error:
-            log.event(_log, "warning", "an api is gone; its requests are cancelled", reason=str(error))
+            level = "info" if self._core.draining else "warning"
+            log.event(_log, level, "an api is gone; its requests are cancelled", reason=str(error))
             self._core.api_lost(index)
             del self._apis[index]
             self._flush(0)
