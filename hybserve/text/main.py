@@ -104,8 +104,12 @@ class TextRole:
                 self._core.from_api(index, messages)
                 self._flush(len(messages))
         except ChannelClosed as error:
-            level = "info" if self._core.draining else "warning"
-            log.event(_log, level, "an api is gone; its requests are cancelled", reason=str(error))
+            log.event(
+                _log,
+                "info" if self._core.draining else "warning",
+                "an api is gone; its requests are cancelled",
+                reason=str(error),
+            )
             self._core.api_lost(index)
             del self._apis[index]
             self._flush(0)
