@@ -25,7 +25,7 @@ from hybserve.scheduler.request import Sequence
 from hybserve.scheduler.step import StepMaker
 from tests.fakes import limits
 from tests.scheduler.rig import Rig
-from tests.scheduler.test_state_machine import BUDGET, LONGEST, MUTANT_BUDGET, PAGE, VOCAB, SchedulerMachine
+from tests.scheduler.test_state_machine import BUDGET, LONGEST, PAGE, VOCAB, SchedulerMachine, caught
 
 #: (seed, position) of states that are not finite.
 BROKEN = tuple((seed, position) for seed in (2, 3, 5, 7) for position in (PAGE, 2 * PAGE, 4 * PAGE))
@@ -101,7 +101,7 @@ def test_F57_F61_F62_random_traffic_with_shared_prefixes_gets_its_tokens_and_end
 
 def _page_published_and_kept(patch: pytest.MonkeyPatch) -> None:
     real = PrefixTree.publish
-    patch.setattr(PrefixTree, "publish", lambda self, *args: real(self, *args)[:-1])
+    patch.setattr(PrefixTree, "publish", lambda self, *args, **how: real(self, *args, **how)[:-1])
 
 
 def _salt_left_out(patch: pytest.MonkeyPatch) -> None:
@@ -247,6 +247,17 @@ def _waits_for_ever(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Prefix, "release", release)
 
 
+def _source_not_pinned(patch: pytest.MonkeyPatch) -> None:
+    """The checkpoint that a plan restores from may be evicted, and overwritten, before the plan has run."""
+    patch.setattr(PrefixTree, "pin", lambda self, node: node.checkpoint)
+    patch.setattr(PrefixTree, "unpin", lambda self, node, fence: None)
+
+
+def _siblings_left_behind(patch: pytest.MonkeyPatch) -> None:
+    """The tree takes the prompt's pages from a forked request, and only the lead holds them there."""
+    patch.setattr(PrefixTree, "follow", lambda self, lease, other, position: None)
+
+
 MUTANTS = [
     _page_published_and_kept,
     _salt_left_out,
@@ -262,11 +273,12 @@ MUTANTS = [
     _hit_at_the_longest_kv,
     _whole_prompt_reused,
     _waits_for_ever,
+    _source_not_pinned,
+    _siblings_left_behind,
 ]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__.strip("_"))
 def test_the_net_catches(mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)
-    with pytest.raises(Exception):  # noqa: B017, PT011
-        run_state_machine_as_test(PrefixMachine, settings=MUTANT_BUDGET)
+    caught(PrefixMachine)

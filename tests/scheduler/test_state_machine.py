@@ -244,10 +244,10 @@ def test_F53_F56_F68_peer29_peer37_random_traffic_gets_its_tokens_and_ends() -> 
 def _page_leak_on_park(patch: pytest.MonkeyPatch) -> None:
     real = running_module.Running.leave
 
-    def leave(self: running_module.Running, sequence: Sequence, state: State) -> None:
-        if state is State.PARKED:
-            sequence.pages = sequence.pages[1:]
-        real(self, sequence, state)
+    def leave(self: running_module.Running, sequence: Sequence, state: State, **how: bool) -> None:
+        if state is State.PARKED and sequence.owned:
+            sequence.owned.pop()
+        real(self, sequence, state, **how)
 
     patch.setattr(running_module.Running, "leave", leave)
 
@@ -273,11 +273,12 @@ def _resume_at_the_wrong_start(patch: pytest.MonkeyPatch) -> None:
     """A resumed sequence believes that its first page is still there."""
     real = running_module.Running.admit
 
-    def admit(self: running_module.Running, lead: Sequence, pages: int) -> None:
+    def admit(self: running_module.Running, lead: Sequence, pages: int, match: Any) -> bool:
         resumed = lead.state is State.PARKED
-        real(self, lead, pages)
-        if resumed and lead.fill > PAGE:
+        admitted = real(self, lead, pages, match)
+        if admitted and resumed and lead.fill > PAGE:
             lead.planned = PAGE
+        return admitted
 
     patch.setattr(running_module.Running, "admit", admit)
 
@@ -340,8 +341,8 @@ def _first_is_parked(patch: pytest.MonkeyPatch) -> None:
 def _freed_index_not_announced(patch: pytest.MonkeyPatch) -> None:
     real = running_module.Running.leave
 
-    def leave(self: running_module.Running, sequence: Sequence, state: State) -> None:
-        real(self, sequence, state)
+    def leave(self: running_module.Running, sequence: Sequence, state: State, **how: bool) -> None:
+        real(self, sequence, state, **how)
         self.freed.clear()
 
     patch.setattr(running_module.Running, "leave", leave)
@@ -382,6 +383,13 @@ def _admission_with_too_few_pages(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(step_module, "pages_at_admission", lambda lead, chunk, page_size: -(-chunk // page_size) - 1 or 1)
 
 
+def caught(machine: type[SchedulerMachine]) -> None:
+    """The machine fails, and not because the mutant does not fit the code that it breaks."""
+    with pytest.raises(Exception) as failure:  # noqa: PT011
+        run_state_machine_as_test(machine, settings=MUTANT_BUDGET)
+    assert not isinstance(failure.value, TypeError | AttributeError), failure.value
+
+
 MUTANTS = [
     _page_leak_on_park,
     _slot_freed_but_still_used,
@@ -404,5 +412,4 @@ MUTANTS = [
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__.strip("_"))
 def test_the_net_catches(mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)
-    with pytest.raises(Exception):  # noqa: B017, PT011
-        run_state_machine_as_test(SchedulerMachine, settings=MUTANT_BUDGET)
+    caught(SchedulerMachine)
