@@ -6,6 +6,7 @@ Legend: T tokens, N rows, D model dim, C vocabulary.
 import torch
 import torch.nn.functional as F
 
+from hybserve.layers.linear import bind_matrix
 from hybserve.layers.params import Params
 from hybserve.layers.step_context import StepContext
 from hybserve.parallel.mesh import Mesh
@@ -34,13 +35,14 @@ class Embedding:
 
 
 class VocabularyHead:
-    """Logits in fp32 from the weight of that name, which may be the embedding's."""
+    """Logits in fp32 from the weight of that name; ``shared`` with the embedding, which reads rows of it."""
 
-    def __init__(self, params: Params, name: str, mesh: Mesh) -> None:
-        self._params, self._name, self._mesh = params, name, mesh
+    def __init__(self, params: Params, name: str, mesh: Mesh, shared: bool) -> None:
+        self._params, self._name, self._mesh, self._shared = params, name, mesh, shared
 
     def bind(self) -> None:
-        self._weight = self._params[f"{self._name}.weight"]
+        name = f"{self._name}.weight"
+        self._weight = self._params[name] if self._shared else bind_matrix(self._params, name)
 
     def __call__(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         self._mesh.require_single()

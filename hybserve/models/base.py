@@ -17,7 +17,8 @@ from hybserve.spec.split import RankShare
 
 class Model(ABC):
     """One rank's part of a model. Fill ``params`` first (in place, or by replacing entries), then compute; after a
-    later change of a parameter call ``bind`` again. Callers hold ``torch.inference_mode``."""
+    later change of a parameter call ``bind`` again. ``bind`` may replace an entry by the same values in another order
+    of memory: take entries anew after it. Callers hold ``torch.inference_mode``."""
 
     def __init__(self, spec: ModelSpec, share: RankShare, dtype: torch.dtype, device: torch.device) -> None:
         self.spec = spec

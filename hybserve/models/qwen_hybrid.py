@@ -85,7 +85,7 @@ class QwenHybrid(Model):
             self._norm = RMSNorm(params, "norm", spec.hidden, spec.norm_eps)
             if not spec.tied:
                 params.declare("lm_head.weight", width(share.vocab), spec.hidden)
-            self._head = VocabularyHead(params, "embed" if spec.tied else "lm_head", mesh)
+            self._head = VocabularyHead(params, "embed" if spec.tied else "lm_head", mesh, spec.tied)
 
     def _build_layers(self, params: Params, mesh: Mesh) -> list[DecoderLayer]:
         layers: list[DecoderLayer] = []

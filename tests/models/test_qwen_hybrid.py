@@ -338,7 +338,7 @@ def tiled(bench: Bench, seq: int, ids: torch.Tensor, cuts: Cuts) -> torch.Tensor
             tile = torch.zeros(bench.page_size, dtype=torch.int64)
             tile[low:high] = ids[base + low : base + high]
             table, slot = bench.tables[seq], bench.owned[seq]
-            context = tile_context(table, slot, page, (low, high), bench.pools, bench.page_size)
+            context = tile_context(table, slot, page, (low, high), bench.pools, bench.page_size, False)
             hidden = bench.model.forward(tile, context)
             out.append(bench.model.logits(hidden, deterministic=True)[low:high].clone())
     return torch.cat(out)
@@ -393,6 +393,7 @@ def test_bound_parameters_follow_a_later_change_only_after_bind(pairs: Any) -> N
     model = build_model(spec, split_ranks(spec)[0], torch.float32)
     dummy_weights(model.params, 0)
     before = Bench(model).step([(0, tokens(spec, 4))])[0]
-    dummy_weights(model.params, 1)
+    for parameter in model.params.values():
+        parameter.mul_(1.5)
     model.bind()
     assert not torch.equal(Bench(model).step([(0, tokens(spec, 4))])[0], before)
