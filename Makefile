@@ -13,7 +13,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
 	touch $@
 
-demo: $(VENV)/.installed  ## serve the embedded model, stream one answer, stop
+demo: $(VENV)/.installed  ## serve the embedded model, stream a short conversation, stop
 	$(BIN)/python -m hybserve demo
 
 test: $(VENV)/.installed  ## everything that needs no GPU

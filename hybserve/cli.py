@@ -31,7 +31,7 @@ def cli() -> None:
 @_FILE
 @_SET
 def serve(file: str | None, sets: tuple[str, ...]) -> None:
-    """Serve the model of FILE (YAML) over HTTP; without a FILE, a tiny embedded one."""
+    """Serve the model of FILE (YAML) over HTTP; without a FILE, the small one that comes along."""
     from hybserve.config.load import load_deployment
     from hybserve.launch.serve import serve as run
 
@@ -93,7 +93,7 @@ def config_explain(key: str) -> None:
 
 @cli.command()
 def demo() -> None:
-    """Serve the embedded model, stream one answer, stop."""
+    """Serve the embedded model, stream a short conversation, stop."""
     from hybserve.launch.demo import demo as run
 
     sys.exit(run())

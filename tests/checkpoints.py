@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from hybserve.models.embedded import END_OF_TEXT, IM_END, write_tokenizer_files
+from tests.random_model import END_OF_TEXT, IM_END, write_tokenizer_files
 
 Tensors = dict[str, torch.Tensor]
 

@@ -1,7 +1,5 @@
 """Everything that is known and checked before a process starts: model directory, spec, plan, facts. No torch here."""
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -9,9 +7,8 @@ import msgspec
 
 from hybserve import __version__
 from hybserve.config.deployment import Deployment
-from hybserve.core.errors import HybserveError, ModelError
+from hybserve.core.errors import ModelError
 from hybserve.core.types import ServingFacts
-from hybserve.launch.group import child_environment
 from hybserve.plan.planner import find_facts, plan_deployment
 from hybserve.plan.report import require_fit, require_memory
 from hybserve.plan.result import Plan
@@ -20,6 +17,8 @@ from hybserve.spec.model_spec import ModelSpec
 
 #: Name under which the embedded model is served unless model.served_name says otherwise.
 EMBEDDED_NAME = "embedded"
+#: The trained model that comes with the package; its README.md is the model card.
+EMBEDDED_DIR = Path(__file__).parents[1] / "embedded"
 
 
 class Prepared(msgspec.Struct, frozen=True):
@@ -45,19 +44,8 @@ def prepare(deployment: Deployment, directory: Path) -> Prepared:
 
 
 def model_directory(deployment: Deployment) -> Path:
-    """The directory or file that ``model.path`` names; the embedded model's, made if need be, if it names none."""
-    if deployment.model.path is not None:
-        return Path(deployment.model.path)
-    made = subprocess.run(  # apart, because making tensors needs torch and this process must stay small
-        [sys.executable, "-m", "hybserve.launch", "embedded"],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-        env=child_environment(),
-    )
-    if made.returncode != 0:
-        raise HybserveError("the embedded model could not be made; the lines above say why")
-    return Path(made.stdout.strip())
+    """The directory or file that ``model.path`` names; the embedded model's if it names none."""
+    return EMBEDDED_DIR if deployment.model.path is None else Path(deployment.model.path)
 
 
 def _facts(deployment: Deployment, directory: Path, spec: ModelSpec, plan: Plan) -> ServingFacts:

@@ -1,4 +1,4 @@
-"""A real server with all its processes, serving the embedded model, for tests that speak HTTP to it.
+"""A real server with all its processes, serving a tiny random model, for tests that speak HTTP to it.
 
 ``live_server`` is shared by all tests of a worker: do not hurt it. ``start_server`` makes one that may be hurt.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hybserve.models.embedded import ensure_embedded_model
+from tests.random_model import ensure_random_model
 
 ROOT = Path(__file__).parents[2]
 _START_TIMEOUT = 120
@@ -30,8 +30,8 @@ class Server:
 
     def __init__(self, *sets, script=None, env=None):
         options = [
-            f"model.path={ensure_embedded_model()}",  # named, so that the server need not look for it
-            "model.served_name=embedded",
+            f"model.path={ensure_random_model()}",  # named, so that the server need not look for it
+            "model.served_name=random",
             "server.port=0",
             "log.format=json",
             "engine.max_running=4",

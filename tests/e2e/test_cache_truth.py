@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hybserve.models.embedded import ensure_embedded_model
+from tests.random_model import ensure_random_model
 
 PAGE = 64
 CHAT, RENDER = "/v1/chat/completions", "/v1/chat/completions/render"
@@ -59,7 +59,7 @@ def test_another_question_behind_the_same_system_message_hits_it(live_server):
 
 
 def test_a_template_that_drops_thoughts_hits_up_to_the_generation_prompt(start_server, tmp_path):
-    shutil.copytree(ensure_embedded_model(), tmp_path / "thinking")
+    shutil.copytree(ensure_random_model(), tmp_path / "thinking")
     config = tmp_path / "thinking" / "tokenizer_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": THINKING}))
     server = start_server(f"model.path={tmp_path / 'thinking'}", "cache.checkpoint_every=16K").wait_until_ready()

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hybserve.models.embedded import ensure_embedded_model
+from tests.random_model import ensure_random_model
 
 EVIL = str(Path(__file__).with_name("evil_serve.py"))
 #: A request that runs until something ends it.
@@ -140,7 +140,7 @@ def not_finite(directory):
 )
 def test_F77_F84_a_model_that_a_role_refuses_is_exit_4(start_server, no_orphans, tmp_path, hurt, named):
     directory = tmp_path / "model"
-    shutil.copytree(ensure_embedded_model(), directory)
+    shutil.copytree(ensure_random_model(), directory)
     hurt(directory)
     server = start_server(f"model.path={directory}")
     everyone = set()

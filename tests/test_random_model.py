@@ -9,12 +9,12 @@ import torch
 import transformers
 
 from hybserve.core.errors import ModelError
-from hybserve.models import embedded
-from hybserve.models.embedded import ensure_embedded_model
 from hybserve.models.load import load_weights
 from hybserve.spec.from_hf import read_bos_id, read_eos_ids, read_generation_defaults, read_model_spec
 from hybserve.spec.inventory import params_of
 from hybserve.spec.split import split_ranks
+from tests import random_model
+from tests.random_model import ensure_random_model
 
 torch.set_num_threads(1)
 
@@ -27,59 +27,59 @@ def current_umask() -> int:
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return ensure_embedded_model(tmp_path_factory.mktemp("cache") / "deep" / "embedded")
+    return ensure_random_model(tmp_path_factory.mktemp("cache") / "deep" / "random")
 
 
 def test_made_once_and_whole(model_dir: Path) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in model_dir.iterdir()}
-    assert ensure_embedded_model(model_dir) == model_dir
+    assert ensure_random_model(model_dir) == model_dir
     assert {path.name: path.stat().st_mtime_ns for path in model_dir.iterdir()} == before
-    assert sorted(before) == sorted(embedded._FILES)
-    assert [path.name for path in model_dir.parent.iterdir()] == ["embedded"]  # no scratch directory stays
+    assert sorted(before) == sorted(random_model._FILES)
+    assert [path.name for path in model_dir.parent.iterdir()] == ["random"]  # no scratch directory stays
     assert stat.S_IMODE(model_dir.stat().st_mode) & 0o055 == 0o055 & ~current_umask()
 
 
 def test_same_bytes_every_time(model_dir: Path, tmp_path: Path) -> None:
-    again = ensure_embedded_model(tmp_path / "again")
+    again = ensure_random_model(tmp_path / "again")
     for path in model_dir.iterdir():
         assert (again / path.name).read_bytes() == path.read_bytes()
 
 
 def test_damaged_directory_is_completed(model_dir: Path, tmp_path: Path) -> None:
-    damaged = ensure_embedded_model(tmp_path / "damaged")
+    damaged = ensure_random_model(tmp_path / "damaged")
     (damaged / "model.safetensors").unlink()
-    ensure_embedded_model(damaged)
+    ensure_random_model(damaged)
     assert (damaged / "model.safetensors").read_bytes() == (model_dir / "model.safetensors").read_bytes()
 
 
 def test_a_rename_lost_to_another_process_is_no_error(tmp_path: Path) -> None:
-    first, work = ensure_embedded_model(tmp_path / "first"), tmp_path / "work"
+    first, work = ensure_random_model(tmp_path / "first"), tmp_path / "work"
     work.mkdir()
-    embedded._write(work)
-    embedded._publish(work, first)
-    assert all((first / name).is_file() for name in embedded._FILES)
+    random_model._write(work)
+    random_model._publish(work, first)
+    assert all((first / name).is_file() for name in random_model._FILES)
 
 
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ModelError, match=r"the embedded model cannot be written to .*; set XDG_CACHE_HOME"):
-        ensure_embedded_model(tmp_path / "file" / "embedded")
+    with pytest.raises(ModelError, match=r"the random model cannot be written to .*; set XDG_CACHE_HOME"):
+        ensure_random_model(tmp_path / "file" / "random")
     with pytest.raises(ModelError, match="cannot be written"):
-        ensure_embedded_model(tmp_path / "file")
+        ensure_random_model(tmp_path / "file")
 
 
 def test_made_by_several_at_once(tmp_path: Path) -> None:
     target = tmp_path / "shared"
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(ensure_embedded_model, [target] * 4)) == [target] * 4
+        assert list(pool.map(ensure_random_model, [target] * 4)) == [target] * 4
     assert [path.name for path in tmp_path.iterdir()] == ["shared"]
-    assert sorted(path.name for path in target.iterdir()) == sorted(embedded._FILES)
+    assert sorted(path.name for path in target.iterdir()) == sorted(random_model._FILES)
 
 
 def test_our_loader_loads_it(model_dir: Path) -> None:
     spec = read_model_spec(model_dir)
     assert (spec.recurrent_layers, spec.attention_layers, spec.vocab_size) == (6, 2, 259)
-    assert read_eos_ids(model_dir, spec.vocab_size) == (embedded.IM_END, embedded.END_OF_TEXT)
+    assert read_eos_ids(model_dir, spec.vocab_size) == (random_model.IM_END, random_model.END_OF_TEXT)
     assert read_bos_id(model_dir, spec.vocab_size) is None
     assert read_generation_defaults(model_dir) == ({"temperature": 0.7, "top_p": 0.9}, "generation_config.json")
     share = split_ranks(spec)[0]
@@ -90,7 +90,7 @@ def test_our_loader_loads_it(model_dir: Path) -> None:
 
 def test_default_directory_is_the_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert ensure_embedded_model().is_relative_to(tmp_path)
+    assert ensure_random_model().is_relative_to(tmp_path)
 
 
 def test_transformers_loads_it_unchanged(model_dir: Path) -> None:
@@ -114,7 +114,7 @@ def test_every_byte_is_one_token(model_dir: Path) -> None:
     ids = tokenizer(text, add_special_tokens=False).input_ids
     assert bytes(ids) == text.encode()
     assert tokenizer.decode(ids) == text
-    for token, expected in zip(embedded.SPECIAL_TOKENS, range(256, 259), strict=True):
+    for token, expected in zip(random_model.SPECIAL_TOKENS, range(256, 259), strict=True):
         assert tokenizer(token).input_ids == [expected]
     config = json.loads((model_dir / "config.json").read_text())
     assert len(tokenizer) == config["vocab_size"]

@@ -1,4 +1,4 @@
-"""The embedded default checkpoint: a tiny random model, made on the spot, so that a bare ``hybserve serve`` works.
+"""A tiny random model, made on the spot: the checkpoint of tests that need a server but no sense.
 
 It is a genuine checkpoint directory (config.json, model.safetensors, tokenizer.json, tokenizer_config.json,
 generation_config.json) that any loader of such directories reads unchanged. Its vocabulary is the 256 bytes and three
@@ -63,18 +63,18 @@ _CONFIG: dict[str, Any] = {
 }
 
 
-def default_embedded_dir() -> Path:
-    """Where the embedded checkpoint lives when nobody says: the user's cache directory (``XDG_CACHE_HOME``)."""
+def default_random_dir() -> Path:
+    """Where the random checkpoint lives when nobody says: the user's cache directory (``XDG_CACHE_HOME``)."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "hybserve" / f"embedded-{_REVISION}"
+    return Path(base) / "hybserve" / f"random-{_REVISION}"
 
 
-def ensure_embedded_model(directory: Path | None = None) -> Path:
-    """The directory of the embedded checkpoint, made if it is not there yet. Raises ModelError if it cannot be made.
+def ensure_random_model(directory: Path | None = None) -> Path:
+    """The directory of the random checkpoint, made if it is not there yet. Raises ModelError if it cannot be made.
 
     It appears whole or not at all (a rename), so processes that start together do not meet a half-written one.
     """
-    target = directory or default_embedded_dir()
+    target = directory or default_random_dir()
     if _complete(target):
         return target
     try:
@@ -86,8 +86,8 @@ def ensure_embedded_model(directory: Path | None = None) -> Path:
             _publish(content, target)
     except OSError as error:
         raise ModelError(
-            f"the embedded model cannot be written to {str(target)!r} ({error.strerror}); "
-            "set XDG_CACHE_HOME to a writable directory, or model.path to a checkpoint"
+            f"the random model cannot be written to {str(target)!r} ({error.strerror}); "
+            "set XDG_CACHE_HOME to a writable directory"
         ) from None
     return target
 
