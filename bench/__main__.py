@@ -42,6 +42,21 @@ BENCHES = {
         ("tests/e2e/test_cache_parity.py",),
         "the parity product through the prefix tree: every situation of the cache",
     ),
+    "hits": Bench(
+        "bench.hits",
+        ("tests/cache", "tests/scheduler/test_prefix.py", "tests/bench/test_hits.py"),
+        "tokens reused of traces whose right answer is known",
+    ),
+    "tree": Bench(
+        "bench.tree",
+        ("tests/cache", "tests/bench/test_tree.py"),
+        "host cost of the prefix tree: match and lease of 32k tokens among 100 000 nodes, eviction",
+    ),
+    "warm": Bench(
+        "bench.warm",
+        ("tests/e2e/test_prefix.py", "tests/bench/test_warm.py"),
+        "time to first token after a shared prefix of 4k tokens, cold and warm",
+    ),
     "soak": Bench(
         "bench.soak",
         ("tests/cache", "tests/scheduler/test_prefix.py", "tests/bench/test_soak.py"),

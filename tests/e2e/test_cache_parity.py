@@ -41,7 +41,7 @@ def test_every_pair_of_values_peer11_peer13_peer18_peer23(subject, shape):
 @pytest.mark.parametrize("deterministic", [False, True], ids=["batched", "deterministic"])
 def test_page_64_peer41(subject, situation, deterministic):
     shape = LARGE_PAGES[len(situation) % 3]
-    check_case(subject(shape), CacheCase(shape, situation, deterministic, 5, 2, 1, False, page=64))
+    check_case(subject(shape), CacheCase(shape, situation, deterministic, 6, 2, 1, False, page=64))
 
 
 @pytest.mark.full
