@@ -13,6 +13,7 @@ from hybserve.cache.tree import PrefixTree
 from hybserve.runner import execute
 from hybserve.runner.copies import copy_runs
 from hybserve.scheduler.prefix import Prefix
+from tests.poison import poison_empty
 
 torch.set_num_threads(1)
 
@@ -31,7 +32,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.mark.parametrize("shape", FACTORS["shape"])
-def test_every_pair_of_values_peer11_peer13_peer18_peer23(subject, shape):
+def test_every_pair_of_values_peer11_peer13_peer16_peer17_peer18_peer23(subject, shape):
     for case in PAIRS:
         if case.shape == shape:
             assert check_case(subject(shape), case).tally.rows
@@ -42,6 +43,14 @@ def test_every_pair_of_values_peer11_peer13_peer18_peer23(subject, shape):
 def test_page_64_peer41(subject, situation, deterministic):
     shape = LARGE_PAGES[len(situation) % 3]
     check_case(subject(shape), CacheCase(shape, situation, deterministic, 6, 2, 1, False, page=64))
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["batched", "deterministic"])
+def test_scratch_that_nobody_wrote_is_not_read_peer20(subject, monkeypatch, deterministic):
+    one = subject("next_mixed")
+    one.truths(4)
+    poison_empty(monkeypatch)
+    check_case(one, CacheCase("next_mixed", "evicted_both", deterministic, 6, 3, 3, True))
 
 
 @pytest.mark.full

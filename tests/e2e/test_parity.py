@@ -98,7 +98,7 @@ def test_pairs_are_all_there():
     assert len(rows) < 70
 
 
-def test_comparison_notices_what_it_must():
+def test_comparison_notices_what_it_must_peer12():
     """The instrument itself: a wrong token, a drifted logit and a changed bit are each a mismatch."""
     oracle = torch.tensor([[3.0, 1.0, 0.0], [0.0, 2.0, 2.0 - 1e-4]])
     truth = Truth([0], [0, 1], oracle, oracle.clone(), lambda: torch.tensor([1e-6, 1e-6]))

@@ -9,7 +9,7 @@ def test_pages(tokens, pages):
     assert pages_of(tokens, 64) == pages
 
 
-def test_one_slot_per_running_sequence_the_padding_and_one_copy():
+def test_one_slot_per_running_sequence_the_padding_and_one_copy_peer28_peer40():
     assert count_floors(24, 4096, 512, 64, prefix=True) == Floors(state_slots=26, kv_pages=64 + 8 + 1)
     assert count_floors(24, 4096, 512, 64, prefix=False).state_slots == 25
 

@@ -24,7 +24,7 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.mark.parametrize("load", ["weights", "dummy"])
-def test_built_runner_serves_and_counts_its_bytes(checkpoint, make_limits, load):
+def test_built_runner_serves_and_counts_its_bytes_peer63(checkpoint, make_limits, load):
     spec = read_model_spec(checkpoint)
     limits = make_limits()
     seen: list[tuple[int, int]] = []
@@ -57,7 +57,7 @@ def test_drift_names_planned_real_and_difference(checkpoint, make_limits):
     assert "resident" in lines["process"]
 
 
-def test_model_that_computes_nan_is_refused(checkpoint, make_limits, monkeypatch):
+def test_model_that_computes_nan_is_refused_before_it_serves_peer60(checkpoint, make_limits, monkeypatch):
     spec = read_model_spec(checkpoint)
     monkeypatch.setattr("hybserve.runner.main.load_weights", lambda *args: args[3]["norm.weight"].fill_(float("nan")))
     with pytest.raises(ModelError, match="finite"):
