@@ -179,9 +179,10 @@ class Bridge:
         while True:
             await asyncio.sleep(self._ping_every / 2)
             for call in self._calls:
-                if call.wants_pings and call.quiet:
+                due = call.wants_pings and call.quiet
+                if due:
                     call.push(PING)
-                call.quiet = True
+                call.quiet = not due
 
     def _deliver(self, message: ToApi) -> None:
         match message:

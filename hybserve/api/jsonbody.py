@@ -13,6 +13,8 @@ from typing import Any
 from hybserve.core.errors import RequestError, invalid_value
 
 MAX_DEPTH = 64
+#: Objects and lists in one body; the longest conversation that is taken has far fewer.
+MAX_CONTAINERS = 250_000
 
 #: Strings whole, so that brackets in them do not count; possessive, so that no text makes it slow.
 _TOKENS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{}]', re.DOTALL)
@@ -60,13 +62,17 @@ _CAREFUL_DECODER = json.JSONDecoder(
 
 
 def _refuse_deep(text: str) -> None:
+    """Nesting and number of containers, before anything is built of them."""
     if text.count("[") + text.count("{") <= MAX_DEPTH:
         return
-    depth = 0
+    depth = opened = 0
     for match in _TOKENS.finditer(text):
         token = match.group()
         if token in "[{":
             depth += 1
+            opened += 1
+            if opened > MAX_CONTAINERS:
+                raise invalid_value(f"The body has more than {MAX_CONTAINERS} objects and lists.")
             if depth > MAX_DEPTH:
                 raise invalid_value(f"The body is nested deeper than {MAX_DEPTH} levels.")
         elif token in "]}":
@@ -128,7 +134,9 @@ def _decode(text: str) -> Any:
     except RecursionError:
         raise invalid_value(f"The body is nested deeper than {MAX_DEPTH} levels.") from None
     except json.JSONDecodeError as error:
-        raise invalid_value(f"The body is not valid JSON: {error.msg} at character {error.pos}.") from None
+        raise invalid_value(
+            f"The body is not valid JSON: {error.msg.removesuffix(' at')} at character {error.pos}."
+        ) from None
     except ValueError:
         raise invalid_value("The body is not valid JSON: an integer has too many digits.") from None
 

@@ -125,7 +125,7 @@ class PrefixTree:
             lost = node.lost if node.end == depth else Lost.NEVER
             return Match(depth, state_hit, hit, str(lost), hit, node, source)
         if len(tokens) - depth <= self.page_size:
-            return Match(depth, state_hit, hit, "full", hit, node, source)
+            return Match(depth, state_hit, hit, "full" if depth else "short", hit, node, source)
         reason, at = self._divergence(tokens, node, depth)
         return Match(depth, state_hit, hit, reason, at, node, source)
 

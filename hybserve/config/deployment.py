@@ -119,7 +119,7 @@ class ServerSection(Section):
 
 class EngineSection(Section):
     backend: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where the model runs.")
-    max_seq_len: Annotated[int | None, Quantity(COUNT, 1, auto=True)] = Field(
+    max_seq_len: Annotated[int | None, Quantity(COUNT, 2, auto=True)] = Field(
         default=None,
         description="Longest sequence, prompt and output together; auto = the model's, lowered to what fits.",
     )

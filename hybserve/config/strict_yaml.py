@@ -109,6 +109,9 @@ def _walk(node: yaml.MappingNode, prefix: str, sections: frozenset[str], leaves:
         if key in sections and isinstance(child, yaml.MappingNode):
             _walk(child, key, sections, leaves, flaws)
             continue
+        if isinstance(child, yaml.MappingNode) and not prefix:
+            leaves.append(Leaf(key, None, _line(name)))  # a section that does not exist: its own name is the error
+            continue
         try:
             leaves.append(Leaf(key, _value(child), _line(name)))
         except ValueError as error:

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
+import psutil
+
 from hybserve.core.errors import EXIT_FATAL
 from hybserve.core.messages import Fatal, FromLaunch, Heartbeat, Loading, Ready, ToLaunch
 from hybserve.observe.log import event
@@ -25,8 +27,12 @@ from hybserve.wire.codec import Codec
 
 logger = logging.getLogger(__name__)
 
+_SOME_WORK = 0.02  # seconds of processor time that count as work
 _TICK = 0.2  # seconds between looks at exit codes and clocks
 _DUMP = 0.5  # seconds a silent role gets to write its stacks
+#: Seconds of silence after which a role is lost at once if it has not used the processor either: it is stopped or
+#: waits for something that never comes, and no long step explains it.
+_STUCK = 30.0
 _START_SILENCE = 900.0  # seconds without a word while a role starts: a cold disk may be slow
 #: Role whose heartbeats must also show progress while it is busy: its loop turns even when no step completes.
 _STEPPING = "engine"
@@ -53,6 +59,8 @@ class Role:
         self.busy = False
         self.heard = self.progressed = time.monotonic()
         self.leaving = False  # its end is expected
+        self._working = self.heard  # when its process was last seen to work
+        self._worked = 0.0  # its processor time then, in seconds
         self._progress = -1
 
     def hear(self, message: ToLaunch) -> None:
@@ -71,6 +79,16 @@ class Role:
     def silent_for(self, now: float) -> float:
         """Seconds since the last sign of life (for the engine: of work, if it has any)."""
         return now - (self.progressed if self.name == _STEPPING and self.ready else self.heard)
+
+    def idle_for(self, now: float) -> float:
+        """Seconds since its process was last seen to use the processor; asked about once a tick while it is silent."""
+        try:
+            times = psutil.Process(self.process.pid).cpu_times()
+        except psutil.Error:
+            return 0.0  # it has just ended, which `poll` notices by itself
+        if times.user + times.system > self._worked + _SOME_WORK:
+            self._worked, self._working = times.user + times.system, now
+        return now - self._working
 
     def end_text(self) -> str:
         """How the process ended, in words; waits a moment for the exit code."""
@@ -192,7 +210,10 @@ class RoleGroup:
 
     def _check_silence(self, role: Role, now: float) -> None:
         limit = self._silence if role.ready else _START_SILENCE
-        if role.leaving or role.silent_for(now) < limit:
+        silent = role.silent_for(now)
+        if silent > _STUCK / 2 and role.idle_for(now) > _STUCK / 2:
+            limit = min(limit, _STUCK)
+        if role.leaving or silent < limit:
             return
         event(logger, "error", "no sign of life; stacks follow", lost=role.name, seconds=role.silent_for(now))
         for number in (signal.SIGUSR1, signal.SIGCONT):  # a stopped process must go on to write its stacks

@@ -131,10 +131,10 @@ def _grain(plan: Plan) -> str:
     if not limits.stateful:
         return f"reused in multiples of {limits.page_size} tokens"
     spacing = format_count(limits.checkpoint_every)
-    retained = (
-        "checkpoints as slots allow" if plan.pools.retention_slots else "nothing retained (no slots beyond the floor)"
+    spare = "" if plan.pools.retention_slots else "; no slots beyond the floor, so few will last"
+    return (
+        f"reused in multiples of {limits.page_size} tokens; checkpoints at turn ends and every {spacing} tokens{spare}"
     )
-    return f"reused in multiples of {limits.page_size} tokens; {retained}, every {spacing} tokens and at turn ends"
 
 
 def _sampling(facts: ServingFacts) -> str:

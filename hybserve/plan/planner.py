@@ -152,7 +152,7 @@ def _buys(frame: Frame, sizing: Sizing) -> tuple[str, ...]:
     if not frame.prefix:
         lines.append("nothing is retained: cache.prefix is false")
     elif extra == 0:
-        lines.append("retention budget zero: nothing is kept beyond what runs")
+        lines.append("retention budget zero: prefixes are kept only as long as running requests leave room")
     else:
         kept = f"up to {_tokens(extra * frame.page_size)} tokens of prefixes retained"
         slots = sizing.slots - sizing.floors.state_slots

@@ -137,7 +137,7 @@ class Prefix:
         """Book a first admission."""
         self.asked_tokens += len(request.prompt)
         self.hit_tokens += request.cache.hit
-        if request.cache.reason not in ("full", "off", ALL_LOGITS):
+        if request.cache.reason not in ("full", "short", "off", ALL_LOGITS):
             self.short_hits[request.cache.reason] += 1
 
     def totals(self) -> dict[str, int]:

@@ -85,3 +85,9 @@ def test_f26_surrogate_in_a_key():
 def test_f26_odd_but_valid_text_survives(text):
     for ascii_only in (True, False):
         assert parse_object(json.dumps({"a": text}, ensure_ascii=ascii_only).encode()) == {"a": text}
+
+
+def test_f28_a_million_objects_are_refused_before_they_are_built() -> None:
+    with pytest.raises(RequestError) as refused:
+        parse_object(b'{"messages":[' + b",".join([b"{}"] * 300_000) + b"]}")
+    assert "250000 objects and lists" in refused.value.body.message

@@ -95,6 +95,12 @@ def test_split_keeps_checkpoint_below_and_lease_above() -> None:
     world.check()
 
 
+def test_a_prompt_of_less_than_a_page_is_too_short_to_hit() -> None:
+    world = World()
+    world.put(run(1, 2), 8)
+    assert world.tree.match(KEY, [77]).reason == "short"
+
+
 def test_tenants_and_salts_never_meet() -> None:
     world = World()
     world.put(run(1, 2), 8)

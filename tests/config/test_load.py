@@ -69,6 +69,12 @@ def test_lists_outside_the_file(load):
     assert load(None, ["model.served_name=a"]).model.served_name == ("a",)
 
 
+def test_a_section_that_does_not_exist_is_named_with_its_own_line(load):
+    assert errors(load, "model:\n  seed: 1\nservr:\n  port: 1\n") == [
+        "x.yaml:3: servr: unknown key; did you mean server"
+    ]
+
+
 def test_all_errors_at_once_in_the_order_of_the_file(load):
     text = (
         "model:\n  path: 5\n  dtyp: bf16\nserver:\n  host: 0.0.0.0\n  port: 70000\n  insecure: no\n"

@@ -33,7 +33,7 @@ ROUTES = {
     ("POST", "/flush_cache"),
 }
 PACKAGES = {
-    "api", "cache", "config", "core", "launch", "layers", "models", "observe", "parallel", "plan", "runner",
+    "api", "cache", "config", "core", "embedded", "launch", "layers", "models", "observe", "parallel", "plan", "runner",
     "scheduler", "spec", "text", "wire",
 }  # fmt: skip
 

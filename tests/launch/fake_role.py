@@ -2,7 +2,8 @@
 
 Steps, in order: ["ready"], ["beat", seconds], ["beat_stuck", seconds], ["fatal", reason, code], ["raise", text],
 ["refuse", text], ["exit", code], ["child"] (a helper process in the same group), ["deaf", seconds] (no word, no
-reading), ["obey"] (beat until Stop or Drain; after Drain beat "busy" for a moment more).
+reading), ["work", seconds] (the same, on the processor all the while), ["obey"] (beat until Stop or Drain; after Drain
+beat "busy" for a moment more).
 """
 
 import json
@@ -53,6 +54,10 @@ def run(start):
             subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         elif step == "deaf":
             time.sleep(values[0])
+        elif step == "work":
+            end = time.monotonic() + values[0]
+            while time.monotonic() < end:
+                pass
         elif step == "obey":
             obey(control, role)
 

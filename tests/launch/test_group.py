@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from hybserve.core.messages import Drain, Stop
+from hybserve.launch import group as group_module
 from hybserve.launch.group import RoleFailed, RoleGroup
 
 FAKE = str(Path(__file__).with_name("fake_role.py"))
@@ -99,6 +100,24 @@ def test_F72_a_stopped_role_is_noticed_and_its_stacks_are_written(group, capfd):
         with pytest.raises(RoleFailed, match="no sign of life"):
             poll_until(group, lambda: False)
     assert "most recent call first" in capfd.readouterr().err
+
+
+def test_F72_a_stopped_role_is_lost_long_before_a_long_step_would_be(monkeypatch):
+    monkeypatch.setattr(group_module, "_STUCK", 2)
+    with RoleGroup(silence=600) as group:
+        role = begin(group, "engine", ["ready"], ["obey"])
+        poll_until(group, lambda: group.ready)
+        os.kill(role.process.pid, signal.SIGSTOP)
+        with pytest.raises(RoleFailed, match="no sign of life"):
+            poll_until(group, lambda: False)
+
+
+def test_a_long_step_that_works_is_not_taken_for_a_stopped_role(monkeypatch):
+    monkeypatch.setattr(group_module, "_STUCK", 2)
+    with RoleGroup(silence=600) as group:
+        begin(group, "engine", ["ready"], ["work", 5], ["beat", 60])
+        end = time.monotonic() + 7
+        poll_until(group, lambda: time.monotonic() > end)
 
 
 def test_F72_a_loop_that_turns_without_progress_counts_as_silent():
