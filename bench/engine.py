@@ -2,7 +2,8 @@
 
 The runner here computes nothing: it decodes the plan as the real one does and answers with tokens that are never a
 stop token. Everything else is the engine as it serves, one plan ahead, in one thread. Prompt lengths differ, so that
-page boundaries are spread over the steps as they are in service.
+page boundaries are spread over the steps as they are in service. Measured twice: without the prefix tree, and with it,
+where every page boundary is exported, published and, at the next one, replaced.
 
     python -m bench engine [--rows N] [--steps N]
 """
@@ -59,17 +60,21 @@ class Stopwatch:
 class Engine:
     """The engine loop with a stopwatch between its parts; the plan of step n+1 is made before n is settled."""
 
-    def __init__(self, rows: int, steps: int) -> None:
+    def __init__(self, rows: int, steps: int, prefix: bool = False) -> None:
         longest = PROMPT + WARM_UP + steps + 16
         pages = rows * (-(-longest // PAGE)) + 1
-        limits = EngineLimits(PAGE, pages, rows + 1, rows, longest, 8192, 2048, "bfloat16", "float32", "bfloat16")
+        slots = rows + 1 + (rows + 32 if prefix else 0)
+        limits = EngineLimits(
+            PAGE, pages, slots, rows, longest, 8192, 2048, "bfloat16", "float32", "bfloat16", prefix=prefix,
+            slot_price=30.0,
+        )  # fmt: skip
         self.watch = Stopwatch()
         self.scheduler = Scheduler(limits, rows, None, time.monotonic)
         self._plans: Codec[ToRunner] = Codec(ToRunner)
         self._results: Codec[FromRunner] = Codec(FromRunner)
         self._told: Codec[FromScheduler] = Codec(FromScheduler)
         for uid in range(rows):
-            prompt = [uid % 1000] * (PROMPT - uid % PAGE)
+            prompt = [uid % 1000] * (PROMPT - uid % PAGE)  # no two share a page
             sampling = SamplingParams(temperature=0.0, max_tokens=longest - PROMPT, stop_ids=(151_645, 151_643))
             self.scheduler.receive(Generate(uid, prompt, sampling, 1, "", "", 0, time.monotonic(), 0.0))
         self.frame = self._plan()
@@ -85,7 +90,8 @@ class Engine:
         assert isinstance(plan, StepPlan)
         self.frame = self._plan()
         tokens = [100 + plan.step % 1000] * len(plan.sample_seqs)
-        done = StepDone(plan.step, plan.epoch, tokens, [], [], [], 1.0)
+        exported = plan.export_positions
+        done = StepDone(plan.step, plan.epoch, tokens, [], [], [], 1.0, exported, [True] * len(exported))
         answer = self.watch("encode result", lambda: self._results.encode([done]))
         (result,) = self.watch("decode result", lambda: self._results.decode(answer))
         self.watch("settle", lambda: self.scheduler.settle(result))
@@ -97,9 +103,9 @@ class Engine:
         return encoded
 
 
-def measure(rows: int, steps: int) -> dict[str, Any]:
+def measure(rows: int, steps: int, prefix: bool = False) -> dict[str, Any]:
     """Median and 99th percentile of milliseconds per step, in all and by part."""
-    engine = Engine(rows, steps)
+    engine = Engine(rows, steps, prefix)
     for _ in range(WARM_UP):
         engine.step()
     engine.watch.clear()
@@ -122,10 +128,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=2000)
     options = parser.parse_args(arguments)
     figures = measure(options.rows, options.steps)
+    figures["with_prefix_tree"] = tree = measure(options.rows, options.steps, prefix=True)
     path = record("engine", figures, ["python", "-m", "bench", "engine", *arguments], ["msgspec"])
-    print(f"{figures['rows']} decoding rows: median {figures['median_ms']:.3f} ms a step, p99 {figures['p99_ms']:.3f}")
-    for name, value in figures["median_ms_by_part"].items():
-        print(f"  {name:<14} {value:.3f} ms")
+    for name, some in (("without", figures), ("with", tree)):
+        print(
+            f"{some['rows']} decoding rows {name} prefix tree: "
+            f"median {some['median_ms']:.3f} ms a step, p99 {some['p99_ms']:.3f}"
+        )
+        for part, value in some["median_ms_by_part"].items():
+            print(f"  {part:<14} {value:.3f} ms")
     print(f"written to {path}")
     return 0
 

@@ -179,7 +179,8 @@ def main(arguments: list[str]) -> int:
             "below_expectation": [figure._asdict() for figure in bad],
         }
         print(
-            f"{name:<24} {report[name]['reused_tokens']} of {report[name]['expected_tokens']} expected, {len(bad)} bad"
+            f"{name:<24} {report[name]['reused_tokens']} tokens reused, {report[name]['expected_tokens']} expected, "
+            f"{len(bad)} requests below"
         )
     path = record("hits", {"page_size": PAGE, "traces": report}, sys.orig_argv)
     print(f"written to {path}")
