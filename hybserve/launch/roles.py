@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hybserve.core.messages import FromLaunch, FromScheduler, Loading, Ready, ToApi, ToLaunch, ToScheduler, ToText
+from hybserve.launch.cores import claim_cores
 from hybserve.launch.role import RoleStart
 from hybserve.wire.channel import AsyncChannel, Channel
 from hybserve.wire.codec import Codec
@@ -37,6 +38,7 @@ def _text(start: RoleStart) -> None:
 def _engine(start: RoleStart) -> None:
     """Scheduler and runner in one process and one thread."""
     began = time.monotonic()
+    claim_cores()
     from hybserve.config.deployment import Deployment
     from hybserve.runner.main import build_runner
     from hybserve.runner.memory import drift
