@@ -32,6 +32,11 @@ BENCHES = {
         ("tests/models", "tests/runner"),
         "one model, the same prompts, against transformers' generate",
     ),
+    "embedded": Bench(
+        "bench.demo.serving",
+        ("tests/e2e/test_embedded_model.py",),
+        "the embedded model on CPUs: time to ready, first token, tokens a second",
+    ),
     "parity": Bench(
         "bench.parity",
         ("tests/e2e/test_parity.py",),

@@ -132,7 +132,7 @@ def load(directory: Path, device: str) -> tuple[Model, Tokenizer]:
 
 
 def main() -> None:
-    from bench.demo.train import SPLIT_SEED, training_texts
+    from bench.demo.train import ROUNDS, SPLIT_SEED, training_texts
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--source", type=Path, required=True, help="the wordnet-base package, or its files' directory")
@@ -140,7 +140,8 @@ def main() -> None:
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     corpus = corpora.split(wordnet.read(options.source), SPLIT_SEED)
-    known = corpora.vocabulary(iter(training_texts(corpus, rounds=1)[1]))
+    entries, talks = training_texts(corpus, ROUNDS)
+    known = corpora.vocabulary(iter(entries + talks))
     model, tokenizer = load(options.model, device)
     print(json.dumps(evaluate(model, tokenizer, corpus, known, device), indent=1))
 

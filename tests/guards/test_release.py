@@ -53,6 +53,7 @@ def test_the_wheel_holds_both_packages(root, tmp_path):
     for expected in (
         "hybserve/cli.py",
         "hybserve/py.typed",
+        *(f"hybserve/embedded/{path.name}" for path in (root / "hybserve/embedded").iterdir()),
         "hybserve_kernels/__init__.py",
         "hybserve_kernels/py.typed",
     ):
