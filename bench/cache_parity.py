@@ -239,7 +239,7 @@ def check_case(subject: Subject, case: CacheCase) -> Seen:
     hit = engine.cache[TARGET].hit
     if expected is not None and hit != expected:
         raise Mismatch(f"{case}: hit {hit}, expected {expected}: {engine.cache[TARGET]}")
-    if case.situation == "twins" and engine.limits.stateful and engine.cache[TARGET + 1].hit != last * case.page:
+    if case.situation == "twins" and engine.cache[TARGET + 1].hit != last * case.page:
         raise Mismatch(f"{case}: the twin hit {engine.cache[TARGET + 1]}")
     if case.situation == "parked":
         _check_parked(engine, case)

@@ -105,11 +105,12 @@ class Prefix:
         sequence.settled = kv_hit
         sequence.write_from = kv_hit
         sequence.capacity = kv_hit
-        if self.exports_states:
+        if self.on:
             self._promise(sequence, page)
 
     def _promise(self, sequence: Sequence, page: int) -> None:
-        """The checkpoints worth taking of this prefill, beyond chunk ends and the grid."""
+        """The checkpoints worth taking of this prefill, beyond chunk ends and the grid; where no states are exported,
+        the places up to which others may wait for its KV."""
         spots = [sequence.fill - 1, sequence.fill, sequence.write_from, *sequence.request.anchors]
         spots = [spot // page * page for spot in spots if spot <= sequence.fill]
         sequence.goals = {spot for spot in spots if spot > sequence.planned}
@@ -212,6 +213,9 @@ class Prefix:
     def publish(self, sequence: Sequence, computed: int, *, last: bool = False) -> None:
         """Make the KV of the whole pages before ``computed`` (acknowledged) matchable. ``last``: it leaves now."""
         page, lease, request = self._limits.page_size, sequence.lease_held, sequence.request
+        if not self.exports_states:
+            for goal in [goal for goal in sequence.goals if goal <= computed]:
+                self._kept(sequence, goal)
         start, end = lease.end, computed // page * page
         if end <= start:
             return

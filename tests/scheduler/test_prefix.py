@@ -85,8 +85,9 @@ def test_gap_reads_the_pages_of_the_tree_and_computes_the_state_F61_peer61() -> 
     one.right([2])
 
 
-def test_two_equal_prompts_at_once_compute_it_once_F57() -> None:
-    one = rig(prefill_chunk=8)
+@pytest.mark.parametrize("stateful", [True, False])
+def test_two_equal_prompts_at_once_compute_it_once_F57(stateful: bool) -> None:
+    one = rig(prefill_chunk=8, stateful=stateful)
     one.ask(1, ids(30))
     one.ask(2, ids(30))
     one.ask(3, ids(30, 2))
