@@ -6,7 +6,7 @@ Legend: T tokens, N rows, D model dim, C vocabulary.
 import torch
 import torch.nn.functional as F
 
-from hybserve.layers.linear import bind_matrix
+from hybserve.layers.linear import bind_matrix, product
 from hybserve.layers.params import Params
 from hybserve.layers.step_context import StepContext
 from hybserve.parallel.mesh import Mesh
@@ -46,4 +46,4 @@ class VocabularyHead:
 
     def __call__(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         self._mesh.require_single()
-        return F.linear(hidden_ND, self._weight).float()
+        return product(hidden_ND, self._weight).float()

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from hybserve.layers.linear import Linear
+from hybserve.layers import linear as linear_module
+from hybserve.layers.linear import Linear, product
 from hybserve.layers.params import Params
 
 
@@ -23,3 +24,18 @@ def test_binding_keeps_values_and_moves_wide_fp32_weights_once(
     linear.bind()
     assert params["some.weight"].data_ptr() == placed.data_ptr()
     assert torch.equal(linear(torch.eye(inputs, dtype=dtype)), values.T)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 65])
+@pytest.mark.parametrize("bias", [False, True])
+def test_16_bit_products_are_rounded_once_whatever_the_rows(
+    rows: int, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_module, "_WIDE_BLOCK", 700)  # several blocks, the last one short
+    torch.manual_seed(rows)
+    x_TD, weight = torch.randn(rows, 96).bfloat16(), torch.randn(50, 96).bfloat16()
+    added = torch.randn(50).bfloat16() if bias else None
+    exact = x_TD.double() @ weight.double().T + (added.double() if bias else 0)
+    got = product(x_TD, weight, added)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.double(), exact, rtol=2**-7, atol=2**-5)
