@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from hypothesis import seed, settings
@@ -42,24 +43,22 @@ REFUSED = ("queue_full", "exceeds_capacity")
 # the machine
 
 
-def soak_machine(examples: int, minutes: float) -> dict[str, Any]:
-    """Up to ``examples`` examples in ``minutes``, each portion from a seed of its own; stops at the first failure."""
-    began, done, failure = time.monotonic(), Counter[str](), None
-    portion = 0
-    while done["examples"] < examples and time.monotonic() - began < 60 * minutes and failure is None:
+def soak_machine(
+    examples: int, minutes: float, tell: Callable[[dict[str, Any]], None] = lambda figures: None
+) -> dict[str, Any]:
+    """Up to ``examples`` examples in ``minutes``, each portion from a seed of its own; stops at the first failure.
+    ``tell`` hears the figures after every portion."""
+    began, done = time.monotonic(), Counter[str]()
+    figures: dict[str, Any] = {"asked": examples, "examples": 0, "portions": 0, "failure": None}
+    while done["examples"] < examples and time.monotonic() - began < 60 * minutes and figures["failure"] is None:
         budget = settings(BUDGET, max_examples=min(PORTION, examples - done["examples"]), derandomize=False)
         try:
-            run_state_machine_as_test(_counted(portion, done), settings=budget)
+            run_state_machine_as_test(_counted(figures["portions"], done), settings=budget)
         except Exception:
-            failure = {"seed": portion, "error": traceback.format_exc()[-4000:]}
-        portion += 1
-    return {
-        "asked": examples,
-        **done,
-        "portions": portion,
-        "seconds": round(time.monotonic() - began, 1),
-        "failure": failure,
-    }
+            figures["failure"] = {"seed": figures["portions"], "error": traceback.format_exc()[-4000:]}
+        figures |= {**done, "portions": figures["portions"] + 1, "seconds": round(time.monotonic() - began, 1)}
+        tell(figures)
+    return figures
 
 
 def _counted(number: int, done: Counter[str]) -> type[PrefixMachine]:
@@ -176,9 +175,13 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     workloads = soak_workloads(options.workloads)
     print(f"{workloads['workloads']} workloads, {len(workloads['failures'])} failures", file=sys.stderr, flush=True)
-    machine = soak_machine(options.examples, options.minutes)
-    path = record("soak", {"machine": machine, "workloads": workloads}, sys.orig_argv, ("hypothesis",))
-    print(f"{machine['examples']} examples, failure: {machine['failure'] is not None}: {path}", file=sys.stderr)
+
+    def tell(machine: dict[str, Any]) -> None:
+        """Written after every portion, so that a run cut short says how far it came."""
+        record("soak", {"workloads": workloads, "machine": machine}, sys.orig_argv, ("hypothesis",))
+
+    machine = soak_machine(options.examples, options.minutes, tell)
+    print(f"{machine['examples']} examples, failure: {machine['failure'] is not None}", file=sys.stderr)
     return 1 if machine["failure"] or workloads["failures"] else 0
 
 
