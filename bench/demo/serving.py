@@ -89,7 +89,7 @@ def main(arguments: list[str]) -> int:
         "tokens_per_s": {"median": round(statistics.median(speeds), 1), "worst": round(min(speeds), 1), "bar": 20},
         "requests": len(firsts),
     }
-    path = record("embedded", figures, ["python", "-m", "bench", "embedded", *arguments], ["torch", "hybserve"])
+    path = record("embedded", figures, ["python", "-m", "bench", "embedded", *arguments], ["torch"])
     print(json.dumps(figures, indent=1))
     print(path)
     return 0
