@@ -5,6 +5,7 @@ import torch.nn.functional as F
 
 from hybserve.layers.params import Params
 from hybserve.parallel.mesh import Mesh
+from hybserve.plan.costs import WIDE_BLOCK
 
 
 class Linear:
@@ -36,9 +37,8 @@ class ReducedLinear(Linear):
         return self._mesh.sum(product(x_TD, self._weight, bias))
 
 
-#: From so many rows on a 16-bit product on CPU is computed in fp32, in blocks of at most so many weights at a time.
+#: From so many rows on a 16-bit product on CPU is computed in fp32, block by block of its weights.
 _WIDE_ROWS = 8
-_WIDE_BLOCK = 1 << 22
 
 
 def product(x_TD: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -52,7 +52,7 @@ def product(x_TD: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
         return F.linear(x_TD, weight, bias)
     wide_TD = x_TD.float()
     out = torch.empty(rows, weight.shape[0], dtype=x_TD.dtype)
-    step = max(1, _WIDE_BLOCK // inputs)
+    step = max(1, WIDE_BLOCK // inputs)
     for low in range(0, weight.shape[0], step):
         block = slice(low, low + step)
         out[:, block] = F.linear(wide_TD, weight[block].float(), None if bias is None else bias[block].float())

@@ -9,11 +9,13 @@ import msgspec
 from hybserve.core.units import MIB
 from hybserve.plan.floors import pages_of
 from hybserve.plan.result import ModelBytes
-from hybserve.spec.model_spec import DTYPE_BYTES, ModelSpec
+from hybserve.spec.model_spec import DTYPE_BYTES, LayerSpec, ModelSpec
 from hybserve.spec.split import RankShare, width
 
 #: Logits are made in slices of at most this many elements (at least one row), whatever a step samples or scores.
 LOGITS_SLICE = 1 << 24
+#: On CPU 16-bit weights are widened to fp32 for products of several rows, at most so many at a time.
+WIDE_BLOCK = 1 << 22
 #: Per logit beside the slice itself: log-probabilities of all; for sampled rows fp32 and altered copies, sorted values,
 #: their int64 order, probabilities and running sums.
 _SCORED_BYTES, _SAMPLED_BYTES = 8, 28
@@ -83,9 +85,9 @@ def checkpoint_cost_tokens(bytes_: ModelBytes, page_size: int) -> int:
 
 
 def transients(
-    spec: ModelSpec, share: RankShare, shape: StepShape, dtypes: Dtypes, page_size: int, pages: int, cuda: bool
+    spec: ModelSpec, share: RankShare, shape: StepShape, dtypes: Dtypes, page_size: int, cuda: bool
 ) -> Transients:
-    """The worst step of a rank with ``pages`` pages: ``step_tokens`` tokens, ``max_running`` rows, the longest history.
+    """The worst step of a rank: ``step_tokens`` tokens, ``max_running`` rows, the longest history.
     On CPU activations are counted in fp32, because most of the ops compute in it."""
     element = DTYPE_BYTES[dtypes.model] if cuda else 4
     layers = share.layer_specs(spec)
@@ -96,12 +98,12 @@ def transients(
     several = share.stages * share.ranks > 1
     between = 2 * tokens * spec.hidden * element if share.stages > 1 else 0
     return Transients(
-        activations=_activations(spec, share, tokens, element, cuda),
-        attention=0 if cuda or not attends else _attention(spec, share, shape, dtypes, page_size, pages),
-        scan=_scan(spec, share, shape, element, cuda) if recurs else 0,
+        activations=_activations(spec, share, tokens, element, cuda) + (0 if cuda else _widened(spec, share, dtypes)),
+        attention=0 if cuda or not attends else _attention(spec, share, shape, dtypes, page_size),
+        scan=_scan(spec, share, shape, dtypes, element, cuda) if recurs else 0,
         logits=_logits(vocab, rows, tokens, element) if share.last else 0,
         penalties=rows * (vocab * 4 if cuda else min(vocab, shape.max_seq_len) * 24) if share.last else 0,
-        inputs=rows * pages_of(shape.max_seq_len, page_size) * 4 + tokens * 4 * 8 + between,
+        inputs=rows * pages_of(shape.max_seq_len, page_size) * (4 if cuda else 8) + tokens * 4 * 8 + between,
         workspaces=(CUBLAS_WORKSPACE + GRAPH_MEMORY + (NCCL_BUFFERS if several else 0)) if cuda else 0,
     )
 
@@ -111,14 +113,22 @@ def _logits(vocab: int, rows: int, tokens: int, element: int) -> int:
     return min(tokens * vocab, most) * (element + _SCORED_BYTES) + min(rows * vocab, most) * _SAMPLED_BYTES
 
 
+def _widened(spec: ModelSpec, share: RankShare, dtypes: Dtypes) -> int:
+    """CPU only: a block of a 16-bit weight in fp32, of one that is no smaller than the largest."""
+    widest = max(width(share.vocab), *(_inside(spec, share, layer, cuda=False) for layer in share.layer_specs(spec)))
+    return min(WIDE_BLOCK, spec.hidden * widest) * 4 if dtypes.model != "float32" else 0
+
+
 def _activations(spec: ModelSpec, share: RankShare, tokens: int, element: int, cuda: bool) -> int:
     """Residual, its norm (in fp32 while it is computed) and a branch's output, and the widest layer's inside."""
-    widest = 0
-    for layer in share.layer_specs(spec):
-        mixer = _attention_width(spec, share) if layer.mixer == "attention" else _delta_width(spec, share)
-        mlp = 3 * width(share.ffn) if layer.mlp == "dense" else _moe_width(spec, share, cuda)
-        widest = max(widest, mixer, mlp)
+    widest = max((_inside(spec, share, layer, cuda) for layer in share.layer_specs(spec)), default=0)
     return tokens * (spec.hidden * (3 * element + 4) + widest * element)
+
+
+def _inside(spec: ModelSpec, share: RankShare, layer: LayerSpec, cuda: bool) -> int:
+    """Elements per token inside the wider half of a layer."""
+    mixer = _attention_width(spec, share) if layer.mixer == "attention" else _delta_width(spec, share)
+    return max(mixer, 3 * width(share.ffn) if layer.mlp == "dense" else _moe_width(spec, share, cuda))
 
 
 def _attention_width(spec: ModelSpec, share: RankShare) -> int:
@@ -146,25 +156,25 @@ def _moe_width(spec: ModelSpec, share: RankShare, cuda: bool) -> int:
     return 2 * moe.experts + chosen + 3 * width(share.shared_ffn) + spec.hidden
 
 
-def _attention(spec: ModelSpec, share: RankShare, shape: StepShape, dtypes: Dtypes, page_size: int, pages: int) -> int:
-    """CPU only. Decode gathers the pages of all rows in fp32 and joins them row by row (padded to the longest);
-    prefill gathers one row's history and masks its chunk. The larger of both, as they follow one another."""
+def _attention(spec: ModelSpec, share: RankShare, shape: StepShape, dtypes: Dtypes, page_size: int) -> int:
+    """CPU only. Rows gather their history one after another, so it does not matter how many there are or which pages
+    they share. Decode reads it in fp32; prefill in the model's dtype, with a mask. The masks of all rows of the step
+    are made together and kept for every layer. The larger of both, as decode and prefill follow one another."""
     assert spec.attention is not None
     heads, kv_heads, dim = width(share.q_heads), width(share.kv_heads), spec.attention.head_dim
     row_pages = pages_of(shape.max_seq_len, page_size)
-    gathered = min(pages, shape.max_running * row_pages)
     kv, cell = DTYPE_BYTES[dtypes.kv], kv_heads * page_size * dim
-    per_page = cell * (8 + (kv if kv < 4 else 0)) + heads * (page_size + 2 * dim) * 4
-    decode = gathered * per_page + shape.max_running * min(row_pages, pages) * heads * dim * 4
+    per_page = 2 * cell * (4 + (kv if kv < 4 else 0)) + heads * page_size * 2 * 4
+    decode = row_pages * per_page + shape.max_running * heads * dim * 3 * 4
     history = row_pages * cell * 2 * (kv + 2 * DTYPE_BYTES[dtypes.model])
-    prefill = history + shape.prefill_chunk * shape.max_seq_len * (1 + 4)
-    return max(decode, prefill)
+    masks = (shape.step_tokens + shape.prefill_chunk * 4) * shape.max_seq_len
+    return max(decode, history) + masks
 
 
-def _scan(spec: ModelSpec, share: RankShare, shape: StepShape, element: int, cuda: bool) -> int:
-    """GPU: the state before every tile, the tile's inverse and its w and u. CPU: the rows' states in fp32, twice
-    (decode gathers them), and for one row's chunk decay, system and scores of every tile, queries, keys, both sides of
-    the triangular solve and the output."""
+def _scan(spec: ModelSpec, share: RankShare, shape: StepShape, dtypes: Dtypes, element: int, cuda: bool) -> int:
+    """GPU: the state before every tile, the tile's inverse and its w and u. CPU: of every decoding row queries, keys,
+    what is read and written, and its state where that is not kept in fp32; for one row's chunk decay, system and scores
+    of every tile, queries, keys, both sides of the triangular solve and the output."""
     assert spec.gated_delta is not None
     delta, heads = spec.gated_delta, width(share.value_heads)
     state = heads * delta.key_dim * delta.value_dim
@@ -172,5 +182,7 @@ def _scan(spec: ModelSpec, share: RankShare, shape: StepShape, element: int, cud
         tiles = 2 * pages_of(shape.step_tokens, SCAN_TILE)
         per_token = heads * (2 * delta.key_dim + 2 * delta.value_dim)
         return tiles * state * element + shape.step_tokens * (per_token * element + heads * SCAN_TILE * 4)
+    widened = state if dtypes.state != "float32" else 0
+    per_row = heads * (5 * delta.key_dim + 5 * delta.value_dim) + widened
     per_token = heads * (6 * delta.key_dim + 3 * delta.value_dim + 5 * SCAN_TILE)
-    return (2 * shape.max_running * state + shape.prefill_chunk * per_token) * 4
+    return (shape.max_running * per_row + shape.prefill_chunk * per_token) * 4

@@ -93,7 +93,7 @@ def _limits(frame: Frame, sizing: Sizing, deployment: Deployment) -> EngineLimit
 
 
 def _stage(frame: Frame, sizing: Sizing, rank: Rank) -> StagePlan:
-    transient = frame.transient_bytes(rank, sizing.shape, sizing.pages)
+    transient = frame.transient_bytes(rank, sizing.shape)
     pools = rank.page.page_bytes * sizing.pages + rank.slot.slot_bytes * sizing.slots
     low, high = rank.share.layers
     return StagePlan(

@@ -61,8 +61,8 @@ class Frame(msgspec.Struct, frozen=True):
     reserve: int
     checkpoint_every: int
 
-    def transient_bytes(self, rank: Rank, shape: StepShape, pages: int) -> int:
-        return transients(self.spec, rank.share, shape, self.dtypes, self.page_size, pages, self.cuda).total
+    def transient_bytes(self, rank: Rank, shape: StepShape) -> int:
+        return transients(self.spec, rank.share, shape, self.dtypes, self.page_size, self.cuda).total
 
     def holds(self, shape: StepShape, pages: int, slots: int) -> bool:
         """Whether every rank holds its weights, the pools, one step and the reserve."""
@@ -70,7 +70,7 @@ class Frame(msgspec.Struct, frozen=True):
             rank.weight_bytes
             + rank.page.page_bytes * pages
             + rank.slot.slot_bytes * slots
-            + self.transient_bytes(rank, shape, pages)
+            + self.transient_bytes(rank, shape)
             + self.reserve
             <= self.device
             for rank in self.distinct

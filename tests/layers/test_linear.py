@@ -31,7 +31,7 @@ def test_binding_keeps_values_and_moves_wide_fp32_weights_once(
 def test_16_bit_products_are_rounded_once_whatever_the_rows(
     rows: int, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear_module, "_WIDE_BLOCK", 700)  # several blocks, the last one short
+    monkeypatch.setattr(linear_module, "WIDE_BLOCK", 700)  # several blocks, the last one short
     torch.manual_seed(rows)
     x_TD, weight = torch.randn(rows, 96).bfloat16(), torch.randn(50, 96).bfloat16()
     added = torch.randn(50).bfloat16() if bias else None

@@ -50,8 +50,8 @@ def test_what_a_checkpoint_costs_in_tokens(state, kv, page, tokens):
     assert checkpoint_cost_tokens(ModelBytes(state, state, kv), page) == tokens
 
 
-def total(spec, shape=SHAPE, share=None, pages=1000, cuda=True):
-    return transients(spec, share or split_ranks(spec)[0], shape, BF16, 64, pages, cuda)
+def total(spec, shape=SHAPE, share=None, cuda=True):
+    return transients(spec, share or split_ranks(spec)[0], shape, BF16, 64, cuda)
 
 
 @pytest.mark.parametrize("cuda", [True, False])

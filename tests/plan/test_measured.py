@@ -49,9 +49,15 @@ class Bench:
         self.rank.pools.slots.zero_()
         self.limits, self.pages = limits, list(range(1, limits.kv_pages))
 
-    def step(self, starts, counts):
+    def step(self, starts, counts, shared=False):
+        """``shared``: all rows lie on the same pages, as after a prefix hit."""
         rows, page = len(starts), self.limits.page_size
-        taken = [[self.pages.pop() for _ in range(-(-(a + n) // page))] for a, n in zip(starts, counts, strict=True)]
+        spans = [-(-(start + count) // page) for start, count in zip(starts, counts, strict=True)]
+        if shared:
+            one = [self.pages.pop() for _ in range(max(spans))]
+            taken = [one[:span] for span in spans]
+        else:
+            taken = [[self.pages.pop() for _ in range(span)] for span in spans]
         plan = StepPlan(
             step=1, epoch=0, seqs=list(range(rows)), starts=starts, counts=counts, slots=list(range(1, rows + 1)),
             tokens=[7] * sum(counts), page_rows=[row for row, ids in enumerate(taken) for _ in ids],
@@ -65,14 +71,14 @@ class Bench:
         )
         with torch.inference_mode():
             measured = peak_of(lambda: run_step(plan, self.rank))
-        self.pages += [page for ids in taken for page in ids]
+        self.pages += one if shared else [page for ids in taken for page in ids]
         self.rank.sequences.clear()
         return measured
 
 
 def steps(limits):
     """The extremes: every row decodes at the end of what the pool holds; a full step of fresh prompts; a chunk at the
-    end of the longest sequence beside decoding rows."""
+    end of the longest sequence beside decoding rows; all rows at the end of the longest sequence, on shared pages."""
     page, rows = limits.page_size, limits.max_running
     each = min(limits.max_seq_len, (limits.kv_pages - 1) // rows * page)
     prompts = limits.step_tokens // limits.prefill_chunk
@@ -83,6 +89,8 @@ def steps(limits):
         "decode": ([each - 1] * rows, [1] * rows),
         "prompts": ([0] * prompts, [limits.prefill_chunk] * prompts),
         "mixed": ([last] + [min(rest, each) - 1] * others, [limits.prefill_chunk] + [1] * others),
+        "shared decode": ([limits.max_seq_len - 1] * rows, [1] * rows, True),
+        "shared chunks": ([last] * prompts, [limits.prefill_chunk] * prompts, True),
     }
 
 
@@ -101,7 +109,22 @@ def test_peer61_a_step_stays_within_what_was_planned(make_spec, plan_of, mixers,
     stated = {"engine.max_running": 8, "engine.max_seq_len": 2048, "engine.step_tokens": 512, "cache.prefix": False}
     got = plan_of(spec, "1GiB", **stated)
     bench = Bench(spec, got.engine)
+    assert got.engine.prefill_chunk < got.engine.step_tokens
     planned = got.stages[0].transient_bytes
     measured = {name: bench.step(*rows) for name, rows in steps(got.engine).items()}
     assert max(measured.values()) <= planned, (measured, planned)
     assert planned <= 8 * max(measured.values()), (measured, planned)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_peer61_rows_that_share_pages_gather_no_more_than_one_alone(make_spec, plan_of, dtype):
+    torch.set_num_threads(1)
+    spec = make_spec("aaaa", "dense", dtype, 4096, D=32, F=32, C=128, H=8, J=4, d=64)
+    stated = {"engine.max_running": 32, "engine.max_seq_len": 4096, "engine.step_tokens": 64, "cache.prefix": False}
+    got = plan_of(spec, "1GiB", **stated)
+    peaks = {}
+    for rows in (1, 32):
+        bench = Bench(spec, got.engine)
+        peaks[rows] = bench.step([4095] * rows, [1] * rows, shared=True)
+    assert peaks[32] < 1.2 * peaks[1]
+    assert peaks[32] <= got.stages[0].transient_bytes

@@ -51,7 +51,7 @@ def cases(draw, least=200_000, most=40_000_000, prefixes=(True, False)):
     spec = draw(specs())
     engine = {
         "max_running": draw(st.none() | st.integers(1, 40)),
-        "max_seq_len": draw(st.none() | st.integers(1, 3000)),
+        "max_seq_len": draw(st.none() | st.integers(2, 3000)),
         "step_tokens": draw(st.none() | st.integers(64, 600)),
         "tensor_parallel": draw(st.sampled_from([ranks for ranks in (1, 2, 3) if possible(spec, ranks)])),
         "pipeline_parallel": draw(st.integers(1, min(3, len(spec.layers)))),

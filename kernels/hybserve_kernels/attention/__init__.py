@@ -27,17 +27,20 @@ def store_kv(
 def attend_decode(q_NHd: torch.Tensor, pool_P2JGd: torch.Tensor, rows: list[RowPages], scale: float) -> torch.Tensor:
     """One query of each of N rows over the row's pages; its key and value are stored already. [N, H, d] in q's dtype.
 
-    Row by row: uneven rows cost no padding, and nothing beyond a row's end is read. Plain products in fp32: a fused
-    kernel turns scores that are not finite into zeros, which would hide them."""
+    Row by row: uneven rows cost no padding, nothing beyond a row's end is read, and what is gathered at one time is
+    one row's history however many rows share it. Plain products in fp32: a fused kernel turns scores that are not
+    finite into zeros, which would hide them."""
     require_cpu("attend_decode", q_NHd, pool_P2JGd)
     kv_heads, dim = pool_P2JGd.shape[2], pool_P2JGd.shape[4]
     q_NJrd = q_NHd.float().mul(scale).view(len(rows), kv_heads, -1, dim)
-    parts = []
-    for q_Jrd, row in zip(q_NJrd.unbind(0), rows, strict=True):
-        k_JLd, v_JLd = _gather(pool_P2JGd, row, torch.float32).unbind(0)
-        weights_JrL = torch.softmax(torch.bmm(q_Jrd, k_JLd.transpose(1, 2)), dim=-1)
-        parts.append(torch.bmm(weights_JrL, v_JLd))
+    parts = [_decode_row(q_Jrd, pool_P2JGd, row) for q_Jrd, row in zip(q_NJrd.unbind(0), rows, strict=True)]
     return torch.stack(parts).view(q_NHd.shape).to(q_NHd.dtype)
+
+
+def _decode_row(q_Jrd: torch.Tensor, pool_P2JGd: torch.Tensor, row: RowPages) -> torch.Tensor:
+    k_JLd, v_JLd = _gather(pool_P2JGd, row, torch.float32).unbind(0)
+    weights_JrL = torch.softmax(torch.bmm(q_Jrd, k_JLd.transpose(1, 2)), dim=-1)
+    return torch.bmm(weights_JrL, v_JLd)
 
 
 def attend_prefill(
