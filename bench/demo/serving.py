@@ -63,8 +63,8 @@ def ask(host: str, port: int, question: str) -> tuple[float, float]:
         if event.get("usage"):
             tokens = event["usage"]["completion_tokens"]
         for choice in event["choices"]:
+            last = time.monotonic()  # of the event that ends it too: tokens without a text of their own are tokens
             if choice["delta"].get("content"):
-                last = time.monotonic()
                 first = first or last
     connection.close()
     return first - began, (tokens - 1) / (last - first)
