@@ -45,7 +45,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--input", type=int, default=64, help="tokens (or words) of a prompt")
     parser.add_argument("--output", type=int, default=32, help="tokens to generate")
     parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--concurrency", type=int, default=8, help="closed loop: requests in flight")
+    parser.add_argument(
+        "--concurrency", type=int, nargs="+", default=[8], help="closed loop: requests in flight; one run for each"
+    )
     parser.add_argument("--rate", type=float, help="open loop: mean arrivals per second; concurrency is unbounded")
     parser.add_argument("--warmup", type=int, default=4, help="requests before the measured ones")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds a request may take")
@@ -53,9 +55,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--api-key-env", help="environment variable that holds the API key")
     parser.add_argument("--out", type=Path, default=RESULTS / "serve.json")
     options = parser.parse_args(argv)
-    for name in ("input", "output", "requests", "concurrency"):
+    for name in ("input", "output", "requests"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1")
+    if min(options.concurrency) < 1:
+        parser.error("--concurrency must be at least 1")
     if options.rate is not None and options.rate <= 0:
         parser.error("--rate must be above 0")
     if options.api == "chat" and options.prompts == "tokens":
@@ -69,9 +73,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 class Prompts:
     """Bodies of requests, random and distinct, equal for equal seeds."""
 
-    def __init__(self, options: argparse.Namespace, model: str, vocab: int | None) -> None:
+    def __init__(self, options: argparse.Namespace, model: str, vocab: int | None, seed: int) -> None:
         self._options, self._model, self._vocab = options, model, vocab
-        self._random = random.Random(options.seed)
+        self._random = random.Random(seed)
         self.kind = options.prompts or ("tokens" if options.api == "completions" and vocab else "words")
         if self.kind == "tokens" and not vocab:
             raise SystemExit("the server does not say its vocabulary: give --vocab, or --prompts words")
@@ -189,23 +193,24 @@ def get_json(url: str, key: str | None) -> Any:
         return json.load(answer)
 
 
-async def run_load(options: argparse.Namespace, url: str) -> dict[str, Any]:
+async def run_load(options: argparse.Namespace, url: str, concurrency: int, seed: int) -> dict[str, Any]:
+    """One run. With a rate the concurrency is that of the warm-up only."""
     key = os.environ[options.api_key_env] if options.api_key_env else None
     entry = (await asyncio.to_thread(get_json, f"{url}/v1/models", key))["data"][0]
     facts = entry.get("hybserve") or {}
-    prompts = Prompts(options, options.model or entry["id"], options.vocab or facts.get("vocab_size"))
+    prompts = Prompts(options, options.model or entry["id"], options.vocab or facts.get("vocab_size"), seed)
     client = Client(url, key, options.timeout)
-    await closed_loop(client, prompts.path, [prompts.body() for _ in range(options.warmup)], options.concurrency)
+    await closed_loop(client, prompts.path, [prompts.body() for _ in range(options.warmup)], concurrency)
     bodies = [prompts.body() for _ in range(options.requests)]
     cpu, began, late = time.process_time(), time.monotonic(), 0.0
     if options.rate is None:
-        replies = await closed_loop(client, prompts.path, bodies, options.concurrency)
+        replies = await closed_loop(client, prompts.path, bodies, concurrency)
     else:
-        replies, late = await open_loop(client, prompts.path, bodies, options.rate, options.seed)
+        replies, late = await open_loop(client, prompts.path, bodies, options.rate, seed)
     wall = time.monotonic() - began
     share = (time.process_time() - cpu) / wall
     client.close()
-    loop = {"concurrency": options.concurrency} if options.rate is None else {"rate": options.rate}
+    loop = {"concurrency": concurrency} if options.rate is None else {"rate": options.rate}
     return {
         "server": {"model": entry["id"], "max_model_len": entry.get("max_model_len"), "version": facts.get("version")},
         "load": {
@@ -213,7 +218,7 @@ async def run_load(options: argparse.Namespace, url: str) -> dict[str, Any]:
             "prompts": prompts.kind,
             "input": options.input,
             "output": options.output,
-            "seed": options.seed,
+            "seed": seed,
             **loop,
         },
         "results": summarise(replies, wall),
@@ -259,9 +264,10 @@ def _is_ready(url: str) -> bool:
 
 
 def show(report: dict[str, Any]) -> None:
-    results = report["results"]
+    results, load = report["results"], report["load"]
+    kind = "rate" if "rate" in load else "concurrency"
     print(
-        f"{results['requests']} requests ({results['failed']} failed) in {results['wall_s']} s: "
+        f"{kind} {load[kind]}: {results['requests']} requests ({results['failed']} failed) in {results['wall_s']} s: "
         f"{results['requests_per_s']} req/s, {results['output_tokens_per_s']} output tok/s"
     )
     for name in ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms"):
@@ -278,14 +284,17 @@ def main(argv: list[str] | None = None) -> int:
     options = arguments(argv)
     with contextlib.ExitStack() as stack:
         url = (options.url or stack.enter_context(own_server())).rstrip("/").removesuffix("/v1")
-        figures = asyncio.run(run_load(options, url))
+        runs = []
+        for index, concurrency in enumerate(options.concurrency if options.rate is None else options.concurrency[:1]):
+            # a seed of its own: prompts of the run before may lie in the server's prefix cache
+            runs.append(asyncio.run(run_load(options, url, concurrency, options.seed + index)))
+            show(runs[-1])
     command = ["python", "-m", "bench", "serve", *(sys.argv[1:] if argv is None else argv)]
-    report = {"bench": "serve", **circumstances(command, PACKAGES), "gpu": _gpu(), **figures}
-    show(report)
+    report = {"bench": "serve", **circumstances(command, PACKAGES), "gpu": _gpu(), "runs": runs}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(report, indent=1) + "\n")
     print(f"written to {options.out}")
-    return 0 if report["valid"] and not report["results"]["failed"] else 1
+    return 0 if all(run["valid"] and not run["results"]["failed"] for run in runs) else 1
 
 
 if __name__ == "__main__":

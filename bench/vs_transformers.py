@@ -17,7 +17,6 @@ same with equal lengths, where padding wastes nothing.
 
 import argparse
 import itertools
-import os
 import random
 import statistics
 import sys
@@ -34,6 +33,7 @@ from bench import record
 from hybserve.config.load import load_deployment
 from hybserve.core.messages import Finished, Generate, Tokens
 from hybserve.core.sampling import SamplingParams
+from hybserve.launch.cores import engine_threads
 from hybserve.launch.prepare import prepare
 from hybserve.runner.main import build_runner
 from hybserve.scheduler.loop import Loop
@@ -238,7 +238,7 @@ def make_model(directory: Path) -> int:
 
 
 def show(threads: int, name: str, result: dict[str, Any]) -> None:
-    print(f"{name}, {threads} threads")
+    print(f"{name}, threads: {threads}")
     for way, entry in result["ways"].items():
         print(f"  {way:<16} {entry['seconds']:7.2f} s {entry['output_tokens_per_s']:8.1f} tokens/s")
     for name, entry in result["bars"].items():
@@ -250,7 +250,7 @@ def main(arguments: list[str]) -> int:
     """Exit code 1 if a bar is missed or an output is wrong."""
     parser = argparse.ArgumentParser(prog="python -m bench vs_transformers", description="against generate")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, os.cpu_count() or 1}))
+    parser.add_argument("--threads", type=int, nargs="+", default=[engine_threads()], help="default: the engine's own")
     options = parser.parse_args(arguments)
     results, wrong, source = [], 0, random.Random(0)
     with tempfile.TemporaryDirectory() as directory:

@@ -37,6 +37,8 @@ def test_a_run(live, tmp_path, options):
         "--out", str(out), *options,
     ])  # fmt: skip
     report = json.loads(out.read_text())
+    (run,) = report.pop("runs")
+    report |= run
     assert code == (0 if report["valid"] else 1)
     results = report["results"]
     assert (results["requests"], results["failed"], results["output_tokens"]) == (10, 0, 40)
@@ -47,6 +49,14 @@ def test_a_run(live, tmp_path, options):
     assert all(submit.ignore_eos for submit in submits)
 
 
+def test_one_run_for_each_concurrency_and_no_prompt_twice(live, tmp_path):
+    out = tmp_path / "serve.json"
+    main(["--url", live.url, "--requests", "4", "--warmup", "1", "--concurrency", "1", "3", "--out", str(out)])
+    assert [run["load"]["concurrency"] for run in json.loads(out.read_text())["runs"]] == [1, 3]
+    submits = live.text.submits()
+    assert len({str(submit.prompt) for submit in submits}) == len(submits) == 10
+
+
 def test_failures_are_counted_and_said(live, tmp_path, capsys):
     live.text.refusal = ErrorBody("no room", "server_error", "queue_full", None, 503, 1)
     out = tmp_path / "serve.json"
@@ -55,7 +65,7 @@ def test_failures_are_counted_and_said(live, tmp_path, capsys):
     live.text.refusal = None
     live.text.fail_after = (2, ErrorBody("broke", "server_error", "engine_error", None, 500))
     assert main(["--url", live.url, "--requests", "3", "--warmup", "0", "--out", str(out)]) == 1
-    assert json.loads(out.read_text())["results"]["errors"] == {"200: broke": 3}
+    assert json.loads(out.read_text())["runs"][0]["results"]["errors"] == {"200: broke": 3}
 
 
 @pytest.mark.parametrize("argv", [["--requests", "0"], ["--rate", "-1"], ["--api", "chat", "--prompts", "tokens"]])
