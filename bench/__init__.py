@@ -27,8 +27,7 @@ def circumstances(command: Sequence[str], packages: Sequence[str] = ()) -> dict[
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(command),
-        "revision": _git("rev-parse", "HEAD"),
-        "changed": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        **_CODE,
         "hardware": {
             "cpu": _cpu(),
             "cores": os.cpu_count(),
@@ -59,6 +58,13 @@ def _git(*arguments: str) -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return done.stdout.strip()
+
+
+#: What was imported; a long run may end after others have committed.
+_CODE = {
+    "revision": _git("rev-parse", "HEAD"),
+    "changed": bool(_git("status", "--porcelain", "--untracked-files=no")),
+}
 
 
 def _cpu() -> str:
