@@ -255,11 +255,14 @@ class TattletaleRunner:
             self.slots[slot] = mix(_POISON + slot)
 
     def _ruin(self, plan: StepPlan) -> None:
-        """A step that failed half-way: nobody knows what it has written."""
-        for seq, start, count, slot in zip(plan.seqs, plan.starts, plan.counts, plan.slots, strict=True):
+        """A step that failed half-way: nobody knows what it has written, but never into a gap."""
+        gaps = dict(zip(plan.gap_rows, plan.gap_ends, strict=True))
+        for row, (seq, start, count, slot) in enumerate(
+            zip(plan.seqs, plan.starts, plan.counts, plan.slots, strict=True)
+        ):
             self.slots[slot] = mix(_POISON ^ slot)
             table, page_size = self.seqs[seq].table, self.limits.page_size
-            for position in range(start, start + count):
+            for position in range(max(start, gaps.get(row, 0)), start + count):
                 self.pages.write(table[position // page_size], position % page_size, mix(_POISON ^ position))
         for target in plan.state_copies[1::2]:
             self.slots[target] = mix(_POISON ^ target)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from hybserve.core.messages import Cancel, Flush, Flushed, Probe, Probed
+from hybserve.core.messages import Cancel, Flush, Flushed, Probe, Probed, StepFailed, StepPlan
 from hybserve.core.types import CacheTruth
-from tests.fakes import limits
+from tests.fakes import TattletaleRunner, limits
 from tests.scheduler.rig import Rig
 
 PAGE = 4
@@ -281,3 +281,20 @@ def test_a_crowd_with_one_prompt_is_matched_once_and_waits_for_free() -> None:
     one.drain()
     one.right(range(60))
     assert sum(one.finished[uid].cache.hit == 40 for uid in range(60)) == 59
+
+
+def test_a_step_that_fails_in_a_gap_leaves_the_tree_s_pages_right() -> None:
+    """The row reads the tree's pages and writes none of them, so what is cached there stays good."""
+    trunk = ids(24)
+
+    def fail(plan: StepPlan, runner: TattletaleRunner) -> StepFailed | None:
+        seeds = [runner.seqs[seq].start.sampling.seed for seq in plan.seqs]
+        return StepFailed(plan.step, plan.epoch, [plan.seqs[0]], "evil") if seeds == [2] else None
+
+    one = Rig(limits(prefix=True, slot_price=3.0, state_slots=24, kv_pages=80, prefill_chunk=32), evil=fail)
+    run(one, 1, trunk + ids(7, 5))
+    one.ask(2, trunk + ids(3, 9))
+    one.drain()
+    assert one.failed[2].error.code == "engine_error"
+    cache = run(one, 3, trunk + ids(5, 11))
+    assert cache.kv_hit == 24
