@@ -38,7 +38,7 @@ class ReducedLinear(Linear):
 
 
 #: From so many rows on a 16-bit product on CPU is computed in fp32, block by block of its weights.
-_WIDE_ROWS = 8
+_WIDE_ROWS = 4
 
 
 def product(x_TD: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -26,7 +26,7 @@ def test_binding_keeps_values_and_moves_wide_fp32_weights_once(
     assert torch.equal(linear(torch.eye(inputs, dtype=dtype)), values.T)
 
 
-@pytest.mark.parametrize("rows", [1, 7, 8, 65])
+@pytest.mark.parametrize("rows", [1, 3, 4, 65])
 @pytest.mark.parametrize("bias", [False, True])
 def test_16_bit_products_are_rounded_once_whatever_the_rows(
     rows: int, bias: bool, monkeypatch: pytest.MonkeyPatch
