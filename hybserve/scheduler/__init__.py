@@ -3,6 +3,7 @@
     request    a request and its choices (sequences)       queues     the total order, and who waits
     admission  who is refused, what letting in takes       chunking   where a prefill chunk ends
     running    who is on the device and holds what         step       the next StepPlan, column by column
+    prefix     what is reused, exported and published
     settle     what came back, as columns                  books      ledger of requests, metrics
     integrity  every promise recounted                     scheduler  all of it together, pure: no I/O
     loop       launch n, settle n-1, plan n+1, wait for n  main       the role: heartbeat, stop, loss
