@@ -62,6 +62,11 @@ BENCHES = {
         ("tests/e2e/test_prefix.py", "tests/bench/test_warm.py"),
         "time to first token after a shared prefix of 4k tokens, cold and warm",
     ),
+    "kernels": Bench(
+        "bench.kernels",
+        ("tests/kernels",),
+        "every GPU kernel against its reference, then timed beside the limit of the card",
+    ),
     "soak": Bench(
         "bench.soak",
         ("tests/cache", "tests/scheduler/test_prefix.py", "tests/bench/test_soak.py"),
