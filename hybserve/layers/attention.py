@@ -4,11 +4,19 @@ Legend: T packed tokens, H query heads, J kv heads, d head dim, D model dim; H a
 """
 
 import torch
-from hybserve_kernels.attention import attend_decode, attend_prefill, attend_tile, store_kv
+from hybserve_kernels.attention import (
+    attend_decode,
+    attend_prefill,
+    attend_tile,
+    decode_rows,
+    prefill_rows,
+    prepare_rows,
+    store_kv,
+)
 from hybserve_kernels.rotary import RotaryTables, rotary_
 
 from hybserve.layers.linear import Linear, ReducedLinear
-from hybserve.layers.norm import HeadNorms
+from hybserve.layers.norm import HeadNorms, RMSNorm
 from hybserve.layers.params import Params
 from hybserve.layers.step_context import StepContext
 from hybserve.parallel.mesh import Mesh
@@ -50,6 +58,35 @@ class Attention:
         if self._gated:
             attended = attended * torch.sigmoid(q_and_gate[..., self._dim :])
         return self._o(attended.reshape(tokens, -1))
+
+    def add_to(self, hidden_TD: torch.Tensor, norm: RMSNorm, context: StepContext, frequencies: torch.Tensor) -> None:
+        """Add the output for the norm of the residual stream to it, in place (Triton form)."""
+        step, pool, norms = context.step, context.kv_layers[self._index], self._norms
+        assert step is not None
+        tokens, heads = hidden_TD.shape[0], (self._q_heads, self._kv_heads, self._dim)
+        projected_TX = self._qkv.of_norm(hidden_TD, norm)
+        q_THd = prepare_rows(
+            projected_TX,
+            norms.q_scale_d,
+            norms.k_scale_d,
+            norms.eps,
+            frequencies,
+            step.positions_T,
+            step.locations_T,
+            pool,
+            heads,
+            self._gated,
+        )
+        gate_THd = None
+        if self._gated:
+            q_and_gate = projected_TX[:, : self._query_width].view(tokens, self._q_heads, -1)
+            gate_THd = q_and_gate[..., self._dim :]
+        out_TX = torch.empty(tokens, self._q_heads * self._dim, dtype=hidden_TD.dtype, device=hidden_TD.device)
+        if step.decode is not None:
+            decode_rows(q_THd, pool, step.decode, self._scale, gate_THd, out_TX)
+        if step.prefill is not None:
+            prefill_rows(q_THd, pool, step.prefill, self._scale, gate_THd, out_TX)
+        self._o.add_to(hidden_TD, out_TX)
 
     def _attend(
         self, q_THd: torch.Tensor, k_TJd: torch.Tensor, v_TJd: torch.Tensor, context: StepContext

@@ -5,6 +5,7 @@ Legend: T tokens, N rows, D model dim, C vocabulary.
 
 import torch
 import torch.nn.functional as F
+from hybserve_kernels.linear import linear
 
 from hybserve.layers.linear import bind_matrix, product
 from hybserve.layers.params import Params
@@ -47,3 +48,8 @@ class VocabularyHead:
     def __call__(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         self._mesh.require_single()
         return product(hidden_ND, self._weight).float()
+
+    def of(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """Logits in the model's dtype (Triton form)."""
+        self._mesh.require_single()
+        return linear(hidden_ND, self._weight)

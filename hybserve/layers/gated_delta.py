@@ -7,11 +7,20 @@ convolution = 2·I·K + U·V, W conv width; I and U are this rank's.
 from collections.abc import Iterator
 
 import torch
-from hybserve_kernels.causal_conv import causal_conv, conv_taps, conv_update
-from hybserve_kernels.gated_delta import decay_and_strength, scan, step, unit_queries_keys, unit_scale
+from hybserve_kernels.causal_conv import causal_conv, conv_rows, conv_taps, conv_update
+from hybserve_kernels.gated_delta import (
+    decay_and_strength,
+    decode_rows,
+    scan,
+    scan_rows,
+    step,
+    unit_queries_keys,
+    unit_scale,
+)
+from hybserve_kernels.rows import PrefillRows
 
 from hybserve.layers.linear import Linear, ReducedLinear
-from hybserve.layers.norm import GatedRMSNorm
+from hybserve.layers.norm import GatedRMSNorm, RMSNorm
 from hybserve.layers.params import Params
 from hybserve.layers.step_context import PrefillRow, StepContext
 from hybserve.parallel.mesh import Mesh
@@ -58,6 +67,43 @@ class GatedDelta:
             out_TUV = self._rows(mixed_TC, g_TU, beta_TU, context)
         gated = self._norm(out_TUV, z.view(tokens, self._heads, self._value_dim))
         return self._out(gated.reshape(tokens, -1))
+
+    def add_to(self, hidden_TD: torch.Tensor, norm: RMSNorm, context: StepContext) -> None:
+        """Add the output for the norm of the residual stream to it, in place (Triton form)."""
+        step = context.step
+        assert step is not None
+        projected_TX = self._in.of_norm(hidden_TD, norm)
+        out_TX = torch.empty(hidden_TD.shape[0], self._value_width, dtype=hidden_TD.dtype, device=hidden_TD.device)
+        if step.decode is not None:
+            decode_rows(
+                projected_TX,
+                context.windows[self._index],
+                context.matrices[self._index],
+                self._taps,
+                self._rate,
+                self._dt_bias,
+                self._norm.weight,
+                self._norm.eps,
+                (self._key_heads, self._heads, self._key_dim, self._value_dim),
+                step.decode,
+                out_TX,
+            )
+        if step.prefill is not None:
+            self._prefill_rows(projected_TX, context, step.prefill, out_TX)
+        self._out.add_to(hidden_TD, out_TX)
+
+    def _prefill_rows(
+        self, projected_TX: torch.Tensor, context: StepContext, rows: PrefillRows, out_TX: torch.Tensor
+    ) -> None:
+        tokens, device = projected_TX.shape[0], projected_TX.device
+        heads = (self._key_heads, self._heads, self._key_dim, self._value_dim)
+        qkv_TC = torch.empty(tokens, self._channels, dtype=projected_TX.dtype, device=device)
+        g_TU, beta_TU = torch.empty(2, tokens, self._heads, dtype=torch.float32, device=device).unbind(0)
+        windows, matrices = context.windows[self._index], context.matrices[self._index]
+        conv_rows(projected_TX, windows, self._taps, self._rate, self._dt_bias, heads, rows, qkv_TC, g_TU, beta_TU)
+        z_TUV = projected_TX[:, self._channels : self._channels + self._value_width]
+        z_TUV = z_TUV.view(tokens, self._heads, self._value_dim)
+        scan_rows(qkv_TC, g_TU, beta_TU, matrices, rows, heads, z_TUV, self._norm.weight, self._norm.eps, out_TX)
 
     def _heads_of(self, mixed_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Unit queries and keys [T, 2, I, K] and values [T, U, V]."""

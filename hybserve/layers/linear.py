@@ -2,7 +2,9 @@
 
 import torch
 import torch.nn.functional as F
+from hybserve_kernels.linear import linear_add_, norm_linear
 
+from hybserve.layers.norm import RMSNorm
 from hybserve.layers.params import Params
 from hybserve.parallel.mesh import Mesh
 from hybserve.plan.costs import WIDE_BLOCK
@@ -18,11 +20,15 @@ class Linear:
             params.declare(f"{name}.bias", outputs)
 
     def bind(self) -> None:
-        self._weight = bind_matrix(self._params, f"{self._name}.weight")
+        self.weight = bind_matrix(self._params, f"{self._name}.weight")
         self._bias = self._params.get(f"{self._name}.bias")
 
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return product(x_TD, self._weight, self._bias)
+        return product(x_TD, self.weight, self._bias)
+
+    def of_norm(self, hidden_TD: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """The product with the norm of the residual stream (Triton form)."""
+        return norm_linear(hidden_TD, norm.scale, norm.eps, self.weight, self._bias)
 
 
 class ReducedLinear(Linear):
@@ -34,7 +40,12 @@ class ReducedLinear(Linear):
 
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
         bias = self._bias if self._mesh.share.rank == 0 else None
-        return self._mesh.sum(product(x_TD, self._weight, bias))
+        return self._mesh.sum(product(x_TD, self.weight, bias))
+
+    def add_to(self, hidden_TD: torch.Tensor, x_TD: torch.Tensor) -> None:
+        """Add the product to the residual stream, in place (Triton form)."""
+        self._mesh.require_single()
+        linear_add_(hidden_TD, x_TD, self.weight, self._bias)
 
 
 #: From so many rows on a 16-bit product on CPU is computed in fp32, block by block of its weights.
@@ -67,6 +78,7 @@ def bind_matrix(params: Params, name: str) -> torch.Tensor:
     with more inputs than outputs it is the slower one.) While it moves, one weight lies in memory twice."""
     weight = params[name]
     outputs, inputs = weight.shape
-    if weight.is_cpu and weight.dtype == torch.float32 and outputs > inputs and weight.is_contiguous():
+    fp32_on_cpu = weight.is_cpu and weight.dtype == torch.float32 and not params.triton
+    if fp32_on_cpu and outputs > inputs and weight.is_contiguous():
         weight = params.tensors[name] = weight.T.contiguous().T
     return weight

@@ -4,10 +4,13 @@ Legend: T tokens, D model dim, E experts, F this rank's part of an expert's widt
 """
 
 import torch
-from hybserve_kernels.moe import experts, experts_whole, route
+from hybserve_kernels.linear import linear
+from hybserve_kernels.moe import experts, experts_whole, moe_rows, route
+from hybserve_kernels.rms_norm import add_rms_norm
 
 from hybserve.layers.linear import Linear
 from hybserve.layers.mlp import Mlp
+from hybserve.layers.norm import RMSNorm
 from hybserve.layers.params import Params
 from hybserve.layers.step_context import StepContext
 from hybserve.parallel.mesh import Mesh
@@ -42,3 +45,21 @@ class Moe:
         if self._shared is not None:
             out_TD += self._shared(x_TD) * torch.sigmoid(self._shared_gate(x_TD))
         return out_TD
+
+    def add_to(self, hidden_TD: torch.Tensor, norm: RMSNorm, context: StepContext) -> None:
+        """Add the block's output for the norm of the residual stream to it, in place (Triton form)."""
+        self._mesh.require_single()
+        assert context.step is not None
+        x_TD = add_rms_norm(hidden_TD, None, norm.scale, norm.eps)
+        shared = () if self._shared is None else (self._shared.of(x_TD), linear(x_TD, self._shared_gate.weight))
+        scores_TE = linear(x_TD, self._router.weight)
+        hidden_TD += moe_rows(
+            x_TD,
+            scores_TE,
+            self._spec.top_k,
+            self._spec.norm_top_k,
+            self._gate_up,
+            self._down,
+            context.step.tokens_1,
+            *shared,
+        )

@@ -6,9 +6,11 @@ import torch
 class Params:
     """Names, shapes and dtypes of one rank's parameters, in the order of declaration."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, triton: bool = False) -> None:
+        """``triton``: the layers will compute through the Triton forms of the ops."""
         self.dtype = dtype
         self.device = device
+        self.triton = triton
         self.tensors: dict[str, torch.Tensor] = {}
 
     def declare(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> None:

@@ -9,7 +9,7 @@ from hybserve.spec.model_spec import AttentionSpec
 
 class Rotary:
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
-        self._frequencies = inverse_frequencies(spec.rotary_dim, spec.rope_theta, device)
+        self.frequencies = inverse_frequencies(spec.rotary_dim, spec.rope_theta, device)
 
     def __call__(self, context: StepContext) -> RotaryTables:
-        return rotary_tables(context.positions_T, self._frequencies)
+        return rotary_tables(context.positions_T, self.frequencies)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from hybserve_kernels.attention import RowPages, row_pages
+from hybserve_kernels.rows import DeviceStep
 
 
 class PrefillRow(NamedTuple):
@@ -42,8 +43,8 @@ class Rows(NamedTuple):
 @dataclass(slots=True)
 class StepContext:
     """Rows are packed one after another: row n owns tokens [bounds[n], bounds[n+1]) of T, which are the positions
-    [starts[n], starts[n] + bounds[n+1] - bounds[n]) of its sequence. Host lists and device tensors say the same; the
-    reference backend reads the lists, a GPU reads the tensors.
+    [starts[n], starts[n] + bounds[n+1] - bounds[n]) of its sequence. Host lists and tensors say the same; the torch forms
+    of the layers read both, the Triton forms read ``step`` alone.
 
     ``deterministic`` (law 7): N is 1, T is G, token t lies at position ``page start + t``; only the tokens
     [tile[0], tile[1]) are real, the others are zero rows that must not be read or written anywhere.
@@ -69,10 +70,29 @@ class StepContext:
     cuts: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     deterministic: bool = False
     tile: tuple[int, int] = (0, 0)
+    #: The same rows for the Triton forms of the layers; then the lists are empty, and nothing above but the pools is
+    #: read.
+    step: DeviceStep | None = None
     _grouped: Rows | None = field(default=None, init=False, repr=False)
     _places: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, init=False, repr=False)
     _decode_pages: list[RowPages] | None = field(default=None, init=False, repr=False)
     _prefill_pages: list[RowPages] | None = field(default=None, init=False, repr=False)
+
+    @classmethod
+    def of_step(
+        cls,
+        step: DeviceStep,
+        page_size: int,
+        kv_layers: list[torch.Tensor],
+        matrices: list[torch.Tensor],
+        windows: list[torch.Tensor],
+    ) -> "StepContext":
+        """For the Triton forms."""
+        slots_N = step.positions_T[:0]
+        return cls(
+            [], [], [], [], page_size, step.positions_T, step.locations_T, slots_N, kv_layers, matrices, windows,
+            step=step,
+        )  # fmt: skip
 
     @property
     def rows(self) -> int:

@@ -20,12 +20,19 @@ class Model(ABC):
     later change of a parameter call ``bind`` again. ``bind`` may replace an entry by the same values in another order
     of memory: take entries anew after it. Callers hold ``torch.inference_mode``."""
 
-    def __init__(self, spec: ModelSpec, share: RankShare, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, spec: ModelSpec, share: RankShare, dtype: torch.dtype, device: torch.device, triton: bool
+    ) -> None:
         self.spec = spec
         self.share = share
         self.dtype = dtype
-        self._params = Params(dtype, device)
+        self._params = Params(dtype, device, triton)
         self._bound = False
+
+    @property
+    def triton(self) -> bool:
+        """Whether it computes through the Triton forms: on the tensors of ``StepContext.step``."""
+        return self._params.triton
 
     @property
     def params(self) -> dict[str, torch.Tensor]:
@@ -57,6 +64,13 @@ class Model(ABC):
             with _one_thread():
                 return self._logits(hidden_ND)
         return self._logits(hidden_ND)
+
+    def logits_rows(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """The same in the model's dtype, through the Triton forms."""
+        return self._logits_rows(hidden_ND)
+
+    @abstractmethod
+    def _logits_rows(self, hidden_ND: torch.Tensor) -> torch.Tensor: ...
 
     @abstractmethod
     def _logits(self, hidden_ND: torch.Tensor) -> torch.Tensor: ...

@@ -69,10 +69,23 @@ class DecoderLayer:
             hidden_TD += self._moe(normed, context)
         return hidden_TD
 
+    def add_to(self, hidden_TD: torch.Tensor, context: StepContext, frequencies: torch.Tensor | None) -> None:
+        """The same on the residual stream in place (Triton form)."""
+        if self._delta is not None:
+            self._delta.add_to(hidden_TD, self._input_norm, context)
+        elif self._attention is not None and frequencies is not None:
+            self._attention.add_to(hidden_TD, self._input_norm, context, frequencies)
+        if self._mlp is not None:
+            self._mlp.add_to(hidden_TD, self._post_norm)
+        elif self._moe is not None:
+            self._moe.add_to(hidden_TD, self._post_norm, context)
+
 
 class QwenHybrid(Model):
-    def __init__(self, spec: ModelSpec, share: RankShare, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(spec, share, dtype, device)
+    def __init__(
+        self, spec: ModelSpec, share: RankShare, dtype: torch.dtype, device: torch.device, triton: bool
+    ) -> None:
+        super().__init__(spec, share, dtype, device, triton)
         params, mesh = self._params, Mesh(share)
         self._embed: Embedding | None = None
         self._norm: RMSNorm | None = None
@@ -107,11 +120,23 @@ class QwenHybrid(Model):
         if hidden_TD is None:
             assert self._embed is not None
             hidden_TD = self._embed(tokens_T, context)
+        if context.step is not None:
+            return self._forward_rows(hidden_TD, context)
         tables = None if self._rotary is None else self._rotary(context)
         for layer in self._layers:
             hidden_TD = layer(hidden_TD, context, tables)
         return hidden_TD if self._norm is None else self._norm(hidden_TD)
 
+    def _forward_rows(self, hidden_TD: torch.Tensor, context: StepContext) -> torch.Tensor:
+        frequencies = None if self._rotary is None else self._rotary.frequencies
+        for layer in self._layers:
+            layer.add_to(hidden_TD, context, frequencies)
+        return hidden_TD if self._norm is None else self._norm.of(hidden_TD)
+
     def _logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         assert self._head is not None, "only the last stage has logits"
         return self._head(hidden_ND)
+
+    def _logits_rows(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        assert self._head is not None, "only the last stage has logits"
+        return self._head.of(hidden_ND)

@@ -15,9 +15,17 @@ FAMILIES: dict[str, type[Model]] = {
 }
 
 
-def build_model(spec: ModelSpec, share: RankShare, dtype: torch.dtype, device: torch.device | str = "cpu") -> Model:
-    """One rank's part of the model with unfilled parameters. Raises ModelError for an unknown family."""
+def build_model(
+    spec: ModelSpec,
+    share: RankShare,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    triton: bool | None = None,
+) -> Model:
+    """One rank's part of the model with unfilled parameters. ``triton``: computes through the Triton forms of the ops,
+    as it does on a GPU by default. Raises ModelError for an unknown family."""
     family = FAMILIES.get(spec.family)
     if family is None:
         raise ModelError(f"no model family {spec.family!r}; known: {', '.join(sorted(FAMILIES))}")
-    return family(spec, share, dtype, torch.device(device))
+    place = torch.device(device)
+    return family(spec, share, dtype, place, place.type == "cuda" if triton is None else triton)

@@ -56,6 +56,7 @@ class Outcome(NamedTuple):
     prompt_logprobs: list[tuple[int, list[TokenLogprobs]]]
     export_positions: list[int]
     export_finite: list[bool]
+    forward_ms: float | None = None  # as the device measured it
 
 
 def run_step(plan: StepPlan, rank: Rank) -> Outcome:
@@ -157,20 +158,24 @@ class _Sampling:
         self.asked |= bool(drawn.logprobs)
 
 
+def scored_rows(plan: StepPlan, packed: Packed, sequences: Sequences) -> Iterator[tuple[int, int, int, list[int], int]]:
+    """Rows whose positions have a successor in a prompt that is to be scored: row, first and end packed index, the
+    successors, and how many likeliest alternatives are wanted."""
+    for row, seq in enumerate(plan.seqs):
+        prompt = sequences[seq].prompt
+        start = plan.starts[row]
+        count = 0 if prompt is None else min(plan.counts[row], len(prompt) - 1 - start)
+        if prompt is not None and count > 0:
+            first = int(packed.bounds[row])
+            successors = prompt[start + 1 : start + 1 + count]
+            yield row, first, first + count, successors, sequences[seq].sampling.prompt_logprobs
+
+
 class _Scoring:
     """Prompt log-probabilities: for each row that owes them, the positions whose successor stands in the prompt."""
 
     def __init__(self, plan: StepPlan, packed: Packed, sequences: Sequences) -> None:
-        self._rows: list[tuple[int, int, int, list[int], int]] = []  # row, first and end packed index, successors, top
-        for row, seq in enumerate(plan.seqs):
-            prompt = sequences[seq].prompt
-            start = plan.starts[row]
-            count = 0 if prompt is None else min(plan.counts[row], len(prompt) - 1 - start)
-            if prompt is not None and count > 0:
-                first = int(packed.bounds[row])
-                successors = prompt[start + 1 : start + 1 + count]
-                top = sequences[seq].sampling.prompt_logprobs
-                self._rows.append((row, first, first + count, successors, top))
+        self._rows = list(scored_rows(plan, packed, sequences))
         self.at: Ints = np.concatenate(
             [np.empty(0, dtype=np.int64)] + [np.arange(first, end) for _, first, end, _, _ in self._rows]
         )

@@ -57,7 +57,7 @@ def step_context(
         block_tables=tables,
         page_size=page_size,
         positions_T=torch.from_numpy(packed.positions_T),
-        locations_T=torch.from_numpy(_locations(packed, tables, page_size)),
+        locations_T=torch.from_numpy(locations(packed, tables, page_size)),
         slots_N=torch.tensor(plan.slots, dtype=torch.int64),
         kv_layers=pools.kv_layers,
         matrices=pools.matrices,
@@ -82,7 +82,7 @@ def _stored(plan: StepPlan, packed: Packed) -> torch.Tensor | None:
     return torch.from_numpy(np.flatnonzero(packed.positions_T >= write_from_N[packed.rows_T]))
 
 
-def _locations(packed: Packed, tables: list[list[int]], page_size: int) -> Ints:
+def locations(packed: Packed, tables: list[list[int]], page_size: int) -> Ints:
     """KV locations [T]: page · G + offset."""
     first_N = packed.starts // page_size
     last_N = (packed.starts + packed.counts - 1) // page_size

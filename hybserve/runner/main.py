@@ -3,7 +3,9 @@
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -13,21 +15,28 @@ from hybserve.core.messages import FromRunner, SequenceStart, StepDone, StepFail
 from hybserve.core.sampling import SamplingParams
 from hybserve.core.types import SAMPLED
 from hybserve.models.load import Progress, dummy_weights, load_weights
+from hybserve.models.base import Model as LayeredModel
 from hybserve.models.registry import build_model
+from hybserve.plan.floors import pages_of
 from hybserve.plan.result import EngineLimits
+from hybserve.runner.device import DeviceExecutor
 from hybserve.runner.device_pools import DevicePools, torch_dtype
-from hybserve.runner.execute import Model, Rank, run_step
+from hybserve.runner.execute import Model, Outcome, Rank, run_step
 from hybserve.runner.memory import Measured, measure
 from hybserve.runner.sequences import Sequences
+from hybserve.runner.staging import Staging
 from hybserve.spec.model_spec import ModelSpec
 from hybserve.spec.split import RankShare, split_ranks
 from hybserve.wire.codec import Codec
 
 log = logging.getLogger("hybserve.runner")
 
+T = TypeVar("T")
+
 
 class Runner:
-    """Executes plans in the order of their frames, one per ``collect``.
+    """Executes plans in the order of their frames, one per ``collect``. A model that computes through the Triton forms
+    is launched when a plan comes, so that the device always has the next step; others compute when it is collected.
 
     ``poison``: freed pages and slots are overwritten with NaN and all start so (tests and debugging); whatever still
     reads them then shows at once.
@@ -44,13 +53,18 @@ class Runner:
         poison: bool = False,
     ) -> None:
         self.pools = DevicePools(spec, share, limits, device, poisoned=poison)
-        self.sequences = Sequences(device)
+        self.sequences = Sequences(device, pages_of(limits.max_seq_len, limits.page_size))
         self.stopped = False
         self._rank = Rank(model, self.pools, self.sequences, limits, spec.vocab_size)
+        self._device: DeviceExecutor | None = None
+        if isinstance(model, LayeredModel) and model.triton:
+            place = torch.device(device)
+            staging = Staging(limits, place)
+            self._device = DeviceExecutor(model, self.pools, self.sequences, staging, limits, spec.vocab_size, place)
         self._epoch = epoch
         self._poison = poison
         self._last_step = 0
-        self._queue: deque[tuple[StepPlan, list[SequenceStart]]] = deque()
+        self._queue: deque[Callable[[], StepDone | StepFailed]] = deque()
         self._starts: list[SequenceStart] = []
         self._decoder: Codec[ToRunner] = Codec(ToRunner)
         self._encoder: Codec[FromRunner] = Codec(FromRunner)
@@ -74,8 +88,11 @@ class Runner:
         tokens = [0, min(1, self._rank.vocab - 1)]
         prefill = StepPlan(0, self._epoch, [0], [0], [2], [1], tokens, [0, 0], [1, 1], [0], [0], [0], *_none(5))
         decode = StepPlan(0, self._epoch, [0], [2], [1], [1], [SAMPLED], [0], [1], [0], [0], [1], *_none(5))
-        bad = self._run(prefill, [start]).bad + self._run(decode, []).bad
+        bad = self._launch(prefill, [start])().bad + self._launch(decode, [])().bad
         self.sequences.clear()
+        if self._device is not None:
+            with torch.inference_mode():
+                self._device.capture()
         if bad:
             raise ModelError("the model's logits are not finite; try model.dtype: bfloat16 or float32")
 
@@ -85,7 +102,7 @@ class Runner:
             if isinstance(message, SequenceStart):
                 self._starts.append(message)
             elif isinstance(message, StepPlan):
-                self._queue.append((message, self._starts))
+                self._queue.append(self._take(message, self._starts))
                 self._starts = []
             else:
                 self._stop(message)
@@ -98,17 +115,35 @@ class Runner:
 
     def collect(self) -> bytes:
         """Execute the oldest plan and return its frame: one StepDone or one StepFailed."""
-        plan, starts = self._queue.popleft()
+        return self._encoder.encode([self._queue.popleft()()])
+
+    def _take(self, plan: StepPlan, starts: list[SequenceStart]) -> Callable[[], StepDone | StepFailed]:
+        """What gives the plan's result when it is its turn."""
         stale = self._refusal(plan, starts)
         if stale is not None:
-            return self._encoder.encode([StepFailed(plan.step, plan.epoch, [], stale)])
+            return lambda: StepFailed(plan.step, plan.epoch, [], stale)
         self._last_step = plan.step
-        try:
-            return self._encoder.encode([self._run(plan, starts)])
-        except Exception:
-            log.exception("step %d failed: %d rows, %d tokens", plan.step, len(plan.seqs), len(plan.tokens))
-            reason = f"the forward of step {plan.step} failed; the engine's log has the cause"
-            return self._encoder.encode([StepFailed(plan.step, plan.epoch, [], reason)])
+        run = self._guarded(plan, lambda: self._launch(plan, starts))
+        if self._device is None:
+            return lambda: self._finish(plan, run())
+        launched = run()
+        return lambda: self._finish(plan, launched)
+
+    def _finish(self, plan: StepPlan, run: Callable[[], StepDone] | StepFailed) -> StepDone | StepFailed:
+        return run if isinstance(run, StepFailed) else self._guarded(plan, run)()
+
+    def _guarded(self, plan: StepPlan, call: Callable[[], T]) -> Callable[[], T | StepFailed]:
+        """The call, with whatever it raises turned into the failure of the step."""
+
+        def run() -> T | StepFailed:
+            try:
+                return call()
+            except Exception:
+                log.exception("step %d failed: %d rows, %d tokens", plan.step, len(plan.seqs), len(plan.tokens))
+                reason = f"the forward of step {plan.step} failed; the engine's log has the cause"
+                return StepFailed(plan.step, plan.epoch, [], reason)
+
+        return run
 
     def _refusal(self, plan: StepPlan, starts: list[SequenceStart]) -> str | None:
         for epoch in (plan.epoch, *(start.epoch for start in starts)):
@@ -118,18 +153,28 @@ class Runner:
             return f"step {plan.step} comes after step {self._last_step}"
         return None
 
-    def _run(self, plan: StepPlan, starts: list[SequenceStart]) -> StepDone:
-        began = time.perf_counter()
+    def _launch(self, plan: StepPlan, starts: list[SequenceStart]) -> Callable[[], StepDone]:
+        """Start a plan; the call returned waits for its result."""
         freed = self.sequences.forget(plan.freed)
         if self._poison and freed:
             pages, slots = self.sequences.unreachable(freed, plan)
             self.pools.poison_pages(pages)
             self.pools.poison_slots(slots)
-        self.sequences.begin(plan, starts)
         with torch.inference_mode():
-            tokens, bad, logprobs, prompt_logprobs, positions, finite = run_step(plan, self._rank)
+            if self._device is not None:
+                collect = self._device.launch(plan, starts)
+                return lambda: _done(plan, collect(), 0.0)
+            began = time.perf_counter()
+            self.sequences.begin(plan, starts)
+            outcome = run_step(plan, self._rank)
         elapsed = (time.perf_counter() - began) * 1e3
-        return StepDone(plan.step, plan.epoch, tokens, bad, logprobs, prompt_logprobs, elapsed, positions, finite)
+        return lambda: _done(plan, outcome, elapsed)
+
+
+def _done(plan: StepPlan, outcome: Outcome, elapsed: float) -> StepDone:
+    tokens, bad, logprobs, prompt_logprobs, positions, finite, measured = outcome
+    forward_ms = elapsed if measured is None else measured
+    return StepDone(plan.step, plan.epoch, tokens, bad, logprobs, prompt_logprobs, forward_ms, positions, finite)
 
 
 def _none(columns: int) -> list[list[int]]:
@@ -149,11 +194,12 @@ def build_runner(
     """
     share = split_ranks(spec)[0]
     asked = deployment.model.dtype
-    model = build_model(spec, share, torch_dtype(spec.dtype if asked == "auto" else asked), "cpu")
+    device = "cpu" if deployment.engine.backend == "cpu" else "cuda"
+    model = build_model(spec, share, torch_dtype(spec.dtype if asked == "auto" else asked), device)
     if deployment.model.load == "dummy":
         dummy_weights(model.params, deployment.model.seed)
     else:
         load_weights(model_dir, spec, share, model.params, progress)
-    runner = Runner(model, spec, share, limits)
+    runner = Runner(model, spec, share, limits, device=device)
     runner.warm_up()
     return runner

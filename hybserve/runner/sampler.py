@@ -126,10 +126,10 @@ def _logprobs(raw_RC: torch.Tensor, tokens_R: torch.Tensor, rows: list[Sequence]
 def score(logits_RC: torch.Tensor, tokens_R: torch.Tensor, tops: list[int]) -> list[TokenLogprobs]:
     """Log-probabilities of the given tokens, each with its ``tops[r]`` likeliest alternatives."""
     own_R, values_RM, ids_RM = token_logprobs(logits_RC, tokens_R, max(tops))
-    own = _clamped(own_R).tolist()
-    values, ids = _clamped(values_RM).tolist(), ids_RM.tolist()
+    own = clamped(own_R).tolist()
+    values, ids = clamped(values_RM).tolist(), ids_RM.tolist()
     return [TokenLogprobs(own[row], tuple(ids[row][:top]), tuple(values[row][:top])) for row, top in enumerate(tops)]
 
 
-def _clamped(logprobs: torch.Tensor) -> torch.Tensor:
+def clamped(logprobs: torch.Tensor) -> torch.Tensor:
     return logprobs.nan_to_num(nan=LOGPROB_FLOOR).clamp(min=LOGPROB_FLOOR)

@@ -43,7 +43,7 @@ class TokenCounts:
 class Sequence:
     """One running sequence. ``prompt`` is kept only while prompt log-probabilities are owed."""
 
-    __slots__ = ("counts", "plain", "prompt", "sampling", "slot", "stream", "table")
+    __slots__ = ("counts", "plain", "plain_draw", "prompt", "sampling", "slot", "stream", "table")
 
     def __init__(self, start: SequenceStart) -> None:
         sampling = start.sampling
@@ -56,14 +56,15 @@ class Sequence:
         self.counts: TokenCounts | None = TokenCounts(prompt, output) if _penalised(sampling) else None
         # a sequence that has output has had its whole prompt scored before it was parked
         self.prompt: list[int] | None = prompt if sampling.prompt_logprobs >= 0 and start.generated == 0 else None
-        #: The token is the argmax of the model's own logits and nothing else is wanted.
-        self.plain = (
+        #: The token is the argmax of the model's own logits …
+        self.plain_draw = (
             sampling.greedy
             and self.counts is None
             and not sampling.logit_bias
-            and sampling.logprobs < 0
             and not (sampling.min_tokens and sampling.stop_ids)
         )
+        #: … and nothing else is wanted.
+        self.plain = self.plain_draw and sampling.logprobs < 0
 
 
 def _penalised(sampling: SamplingParams) -> bool:
@@ -73,7 +74,8 @@ def _penalised(sampling: SamplingParams) -> bool:
 class Sequences:
     """All running sequences by their dense index, and the token pool, which stays on the device."""
 
-    def __init__(self, device: str = "cpu") -> None:
+    def __init__(self, device: torch.device | str = "cpu", table_width: int = 0) -> None:
+        self._table_width = table_width
         self._running: dict[int, Sequence] = {}
         self._last_token = torch.zeros(64, dtype=torch.int64, device=device)
 
@@ -87,18 +89,24 @@ class Sequences:
         """Drop freed sequences, before anything else of their plan: their indices may start anew in it."""
         return [self._running.pop(seq) for seq in seqs]
 
-    def begin(self, plan: StepPlan, starts: Iterable[SequenceStart]) -> None:
-        """Bring the book up to date with a plan before it runs: new sequences, forked tables, new pages, slots."""
+    def begin(self, plan: StepPlan, starts: Iterable[SequenceStart]) -> tuple[list[int], list[int]]:
+        """Bring the book up to date with a plan before it runs: new sequences, forked tables, new pages, slots.
+
+        Returns what was appended to block tables, as columns: seq · ``table_width`` + index in the table, and page."""
+        places: list[int] = []
         for start in starts:
             assert start.seq not in self._running, f"sequence {start.seq} starts twice"
             self._running[start.seq] = Sequence(start)
             self._reserve(start.seq)
-        for seq, page in zip(plan.fork_seqs, plan.fork_pages, strict=True):
-            self._running[seq].table.append(page)
-        for row, page in zip(plan.page_rows, plan.page_ids, strict=True):
-            self._running[plan.seqs[row]].table.append(page)
+        seqs = [*plan.fork_seqs, *(plan.seqs[row] for row in plan.page_rows)]
+        pages = [*plan.fork_pages, *plan.page_ids]
+        for seq, page in zip(seqs, pages, strict=True):
+            table = self._running[seq].table
+            places.append(seq * self._table_width + len(table))
+            table.append(page)
         for seq, slot in zip(plan.seqs, plan.slots, strict=True):
             self._running[seq].slot = slot
+        return places, pages
 
     def _reserve(self, seq: int) -> None:
         if seq >= len(self._last_token):

@@ -1,7 +1,8 @@
-"""The engine loop: launch n; settle n-1; plan n+1; wait for n. One thread, speaking only frames.
+"""The engine loop: settle n-1; plan n+1; launch n+1; wait for n. One thread, speaking only frames.
 
-While the device runs a step, the host tells the results of the step before and plans the one after. A device that is
-synchronous executes a plan when it is collected; the order is the same.
+While the device runs a step, the host tells the results of the step before, plans the one after and queues it behind
+the running one, so that the device never waits for the host. A device that is synchronous executes a plan when it is
+collected; the order is the same.
 """
 
 from typing import Any, Protocol
@@ -38,13 +39,13 @@ class Loop:
         self._text = text
         self._plans: Codec[ToRunner] = Codec(ToRunner)
         self._results: Codec[FromRunner] = Codec(FromRunner)
-        self._planned: bytes | None = None
+        self._in_flight = 0  # plans launched and not collected: at most one runs and one waits
         self._result: StepDone | StepFailed | None = None
         self.turns = 0
 
     @property
     def busy(self) -> bool:
-        return self._planned is not None or self._result is not None
+        return self._in_flight > 0 or self._result is not None
 
     def turn(self, wait: float) -> None:
         """``wait``: seconds to wait for a message if there is nothing else to do.
@@ -53,17 +54,18 @@ class Loop:
         """
         for message in self._text.receive(0 if self.busy else wait):
             self._scheduler.receive(message)
-        launched = self._planned
-        if launched is not None:
-            self._runner.submit(launched)
+        result, self._result = self._result, None
         try:
-            if self._result is not None:
-                self._scheduler.settle(self._result)
+            if result is not None:
+                self._scheduler.settle(result)
         finally:
             self.tell()
         plan = self._scheduler.plan()
-        self._planned = self._plans.encode(plan) if plan is not None else None
-        self._result = self._wait() if launched is not None else None
+        if plan is not None:
+            self._runner.submit(self._plans.encode(plan))
+            self._in_flight += 1
+        if self._in_flight > (plan is not None):
+            self._result = self._wait()
         self.turns += 1
 
     def tell(self, *more: Any) -> None:
@@ -78,5 +80,6 @@ class Loop:
 
     def _wait(self) -> StepDone | StepFailed:
         (result,) = self._results.decode(self._runner.collect())
+        self._in_flight -= 1
         assert isinstance(result, StepDone | StepFailed), f"a runner answered a plan with {type(result).__name__}"
         return result

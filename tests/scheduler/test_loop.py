@@ -71,7 +71,7 @@ class Parent(Link):
         return [Stop()] if self.enough() else super().receive(timeout)
 
 
-def test_a_turn_launches_then_settles_then_plans_then_waits() -> None:
+def test_a_turn_settles_then_plans_then_launches_behind_the_running_step_then_waits() -> None:
     engine, text = limits(), Link()
     runner = Recorder(engine)
     scheduler = Scheduler(engine, 10, None, Clock())
@@ -84,7 +84,7 @@ def test_a_turn_launches_then_settles_then_plans_then_waits() -> None:
     loop.turn(0)
     runner.log.clear()
     loop.turn(0)
-    assert runner.log == ["launch", "settle", "plan", "wait"]
+    assert runner.log == ["settle", "plan", "launch", "wait"]
     while loop.busy:
         loop.turn(0)
     assert isinstance(text.sent[-1], Finished)

@@ -1,0 +1,264 @@
+"""Steps through the Triton forms: launched when the plan comes, collected when its results are there.
+
+Everything is put on one stream and nothing waits for the device between launch and collection, so the plan after the
+running one is written, sent and queued while the device works. A step is three parts:
+
+    before   new pages into the block tables, copies of pages and states        launched one by one, if there are any
+    body     token ids, all layers, hidden states of the sampled rows gathered   one captured graph, by shape
+    head     logits, the likeliest token of each row, the token pool            one captured graph, by number of rows
+
+and after them what few steps need: other sampling than the plain argmax, log-probabilities, checkpoints of decode rows.
+Sampled tokens stay on the device; the host's copy follows.
+
+Legend: T packed tokens, R sampled rows, S sequences, M pages of a block table, D model dim, C vocabulary.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from hybserve_kernels.copies import copy_runs, runs_finite
+from hybserve_kernels.sampling import gather_tokens, greedy_rows, remember
+
+from hybserve.core.messages import SequenceStart, StepPlan
+from hybserve.core.types import TokenLogprobs
+from hybserve.layers.step_context import StepContext
+from hybserve.models.base import Model
+from hybserve.plan.costs import LOGITS_SLICE
+from hybserve.plan.result import EngineLimits
+from hybserve.runner.device_pools import DevicePools, torch_dtype
+from hybserve.runner.execute import Outcome, scored_rows
+from hybserve.runner.graphs import Graphs, buckets_of, exact_room, mixed_room
+from hybserve.runner.inputs import exports_of
+from hybserve.runner.sampling import DeviceSampler, to_logprobs
+from hybserve.runner.sequences import Sequence, Sequences
+from hybserve.runner.staging import Lists, Shape, Staging, Step, make_step
+
+#: Results on their way to the host: as many steps as may be in flight, and one that is being read.
+_RESULTS = 4
+
+
+@dataclass(slots=True)
+class _Results:
+    """Where one step's results arrive on the host; pinned."""
+
+    tokens: torch.Tensor
+    finite: torch.Tensor
+    exports: torch.Tensor
+    begun: torch.cuda.Event | None = None
+    done: torch.cuda.Event | None = None
+
+
+@dataclass(slots=True)
+class _Launched:
+    """A step on the device: what is needed to tell its outcome."""
+
+    plan: StepPlan
+    results: _Results
+    logprobs: list[tuple[list[int], list[int], tuple[torch.Tensor, ...]]] = field(default_factory=list)
+    scored: list[tuple[int, list[int], tuple[torch.Tensor, ...]]] = field(default_factory=list)
+
+
+class DeviceExecutor:
+    """One rank's device. ``graphs``: capture the bodies and heads that steps usually need (CUDA only)."""
+
+    def __init__(
+        self,
+        model: Model,
+        pools: DevicePools,
+        sequences: Sequences,
+        staging: Staging,
+        limits: EngineLimits,
+        vocab: int,
+        device: torch.device,
+    ) -> None:
+        self._model, self._pools, self._sequences, self._staging = model, pools, sequences, staging
+        self._limits, self._vocab, self._device = limits, vocab, device
+        running = limits.max_running
+        dtype = model.dtype
+        self._tables_SM = torch.zeros(running, staging.table_width, dtype=torch.int32, device=device)
+        self._last_token_S = torch.zeros(running, dtype=torch.int64, device=device)
+        self._head_in_RD = torch.zeros(running, model.spec.hidden, dtype=dtype, device=device)
+        self._tokens_R = torch.zeros(running, dtype=torch.int64, device=device)
+        self._finite_R = torch.zeros(running, dtype=torch.bool, device=device)
+        self._sampler = DeviceSampler(running, vocab, device)
+        self._bodies: Graphs[Shape] = Graphs(device)
+        self._heads: Graphs[int] = Graphs(device)
+        self._results = [self._make_results() for _ in range(_RESULTS)]
+        self._launches = 0
+
+    def _make_results(self) -> _Results:
+        pinned, running = self._device.type == "cuda", self._limits.max_running
+        exports = self._limits.step_tokens // self._limits.page_size + 2 * running
+        return _Results(
+            torch.zeros(running, dtype=torch.int64, pin_memory=pinned),
+            torch.zeros(running, dtype=torch.bool, pin_memory=pinned),
+            torch.zeros(exports, dtype=torch.bool, pin_memory=pinned),
+            torch.cuda.Event(enable_timing=True) if pinned else None,
+            torch.cuda.Event(enable_timing=True) if pinned else None,
+        )
+
+    # start
+
+    def capture(self) -> None:
+        """Capture the graphs of every usual step; what they need to compile is compiled here."""
+        rows = buckets_of(self._limits.max_running)
+        shapes = self._usual_shapes(rows)
+        for count in reversed(rows):
+            self._heads.capture(count, self._head)
+        for shape in shapes:
+            self._staging.send_empty(shape)
+            self._bodies.capture(shape, self._body)
+
+    def _usual_shapes(self, rows: list[int]) -> list[Shape]:
+        """Largest first: the graphs share one pool of memory."""
+        return mixed_room(self._limits, self._staging.table_width, rows)
+
+    # steps
+
+    def launch(self, plan: StepPlan, starts: Iterable[SequenceStart]) -> Callable[[], Outcome]:
+        """Put a step on the device; the call returned waits for it. ``Sequences.forget`` comes first."""
+        places, pages = self._sequences.begin(plan, starts)
+        results = self._results[self._launches % _RESULTS]
+        self._launches += 1
+        if results.begun is not None:
+            results.begun.record()
+        launched = _Launched(plan, results)
+        if plan.seqs:
+            self._step(make_step(plan, places, pages), launched)
+        else:
+            self._copies_only(plan)
+        if results.done is not None:
+            results.done.record()
+        return lambda: self._collect(launched)
+
+    def _step(self, step: Step, launched: _Launched) -> None:
+        plan, limits = step.plan, self._limits
+        scored = [self._sequences[seq].prompt is not None for seq in plan.seqs]
+        shape = exact_room(step.shape(limits), limits, self._staging.table_width)
+        if not any(scored):
+            shape = self._bodies.room_for(shape) or shape
+        lists = self._staging.send(step, shape, self._sequences)
+        self._before(lists)
+        hidden_TD = self._bodies.run(shape, self._body)
+        if any(scored):
+            self._score(step, hidden_TD, launched)
+        if plan.sample_rows:
+            self._sample(plan, launched)
+        if plan.export_slots:
+            self._export(lists, launched.results)
+
+    def _before(self, lists: Lists) -> None:
+        if len(lists.table_places):
+            self._tables_SM.view(-1).scatter_(0, lists.table_places.long(), lists.table_pages)
+        self._copy(lists.state_copies_X2, lists.page_copies_X2)
+
+    def _copy(self, states_X2: torch.Tensor, pages_X2: torch.Tensor) -> None:
+        for runs, pairs_X2 in ((self._pools.slots, states_X2), (self._pools.pages, pages_X2)):
+            if len(pairs_X2):
+                copy_runs(runs, pairs_X2)
+
+    def _copies_only(self, plan: StepPlan) -> None:
+        states, pages = (
+            torch.tensor(pairs, dtype=torch.int32).view(-1, 2).to(self._device)
+            for pairs in (plan.state_copies, plan.page_copies)
+        )
+        self._copy(states, pages)
+
+    def _body(self, shape: Shape) -> torch.Tensor:
+        tokens_T, seqs_T, step = self._staging.views(shape, self._tables_SM)
+        pools = self._pools
+        context = StepContext.of_step(step, self._limits.page_size, pools.kv_layers, pools.matrices, pools.windows)
+        hidden_TD = self._model.forward(gather_tokens(tokens_T, seqs_T, self._last_token_S), context)
+        torch.index_select(hidden_TD, 0, self._staging.sample_at, out=self._head_in_RD)
+        return hidden_TD
+
+    def _head(self, rows: int) -> torch.Tensor:
+        logits_RC = self._model.logits_rows(self._head_in_RD[:rows])
+        tokens_R, finite_R = greedy_rows(logits_RC)
+        self._keep(tokens_R, finite_R)
+        return logits_RC
+
+    def _keep(self, tokens_R: torch.Tensor, finite_R: torch.Tensor) -> None:
+        rows = len(tokens_R)
+        self._tokens_R[:rows].copy_(tokens_R)
+        self._finite_R[:rows].copy_(finite_R)
+        remember(self._last_token_S, self._staging.sample_seqs[:rows], tokens_R)
+
+    def _sample(self, plan: StepPlan, launched: _Launched) -> None:
+        rows = len(plan.sample_rows)
+        room = self._heads.room_for(rows) or rows
+        logits_RC = self._heads.run(room, self._head)[:rows]
+        sequences = [self._sequences[seq] for seq in plan.sample_seqs]
+        staging, results = self._staging, launched.results
+        if not all(sequence.plain_draw for sequence in sequences):
+            self._sampler.know(plan.sample_seqs, sequences)
+            tokens_R, finite_R = self._sampler.sample(
+                logits_RC, staging.sample_seqs[:rows], staging.sample_outputs[:rows], sequences
+            )
+            self._keep(tokens_R, finite_R)
+        self._logprobs(logits_RC, sequences, launched)
+        results.tokens[:rows].copy_(self._tokens_R[:rows], non_blocking=True)
+        results.finite[:rows].copy_(self._finite_R[:rows], non_blocking=True)
+
+    def _logprobs(self, logits_RC: torch.Tensor, sequences: list[Sequence], launched: _Launched) -> None:
+        asking = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs >= 0]
+        if asking:
+            tops = [sequences[row].sampling.logprobs for row in asking]
+            at = torch.tensor(asking, device=self._device)
+            scores = self._sampler.logprobs(logits_RC[at], self._tokens_R[at], max(tops))
+            launched.logprobs.append((asking, tops, scores))
+
+    def _score(self, step: Step, hidden_TD: torch.Tensor, launched: _Launched) -> None:
+        """Log-probabilities of prompt tokens, in slices of the vocabulary's size."""
+        height = max(1, LOGITS_SLICE // self._vocab)
+        for row, first, end, successors, top in scored_rows(step.plan, step.packed, self._sequences):
+            for low in range(first, end, height):
+                high = min(end, low + height)
+                logits_RC = self._model.logits_rows(hidden_TD[low:high])
+                tokens_R = torch.tensor(successors[low - first : high - first], device=self._device)
+                scores = self._sampler.logprobs(logits_RC, tokens_R, top)
+                launched.scored.append((row, [top] * (high - low), scores))
+
+    def _export(self, lists: Lists, results: _Results) -> None:
+        if len(lists.state_exports_X2):
+            copy_runs(self._pools.slots, lists.state_exports_X2)
+        layout = self._pools.slot_layout
+        finite_X = runs_finite(
+            self._pools.slots,
+            lists.exported_X,
+            layout.layers,
+            layout.layer_bytes,
+            (layout.value_heads * layout.key_dim * layout.value_dim, torch_dtype(layout.state_dtype)),
+            (layout.window_offset, layout.channels * layout.window, torch_dtype(layout.conv_dtype)),
+        )
+        results.exports[: len(finite_X)].copy_(finite_X, non_blocking=True)
+
+    # results
+
+    def _collect(self, launched: _Launched) -> Outcome:
+        plan, results = launched.plan, launched.results
+        if results.done is not None:
+            results.done.synchronize()
+        rows = len(plan.sample_rows)
+        tokens = results.tokens[:rows].tolist()
+        finite = results.finite[:rows].tolist()
+        bad = [row for row, sound in enumerate(finite) if not sound] if not all(finite) else []
+        logprobs: list[TokenLogprobs | None] = []
+        for asking, tops, scores in launched.logprobs:
+            logprobs = [None] * rows
+            for row, entry in zip(asking, to_logprobs(scores, tops), strict=True):
+                logprobs[row] = entry
+        prompts: dict[int, list[TokenLogprobs]] = {}
+        for row, tops, scores in launched.scored:
+            prompts.setdefault(row, []).extend(to_logprobs(scores, tops))
+        exports = list(exports_of(plan))
+        positions = [plan.starts[row] + count for row, count, _ in exports]
+        sound = results.exports[: len(exports)].tolist()
+        return Outcome(tokens, bad, logprobs, list(prompts.items()), positions, sound, self._elapsed(results))
+
+    def _elapsed(self, results: _Results) -> float | None:
+        """Milliseconds on the device."""
+        if results.begun is None or results.done is None:
+            return None
+        return results.begun.elapsed_time(results.done)

@@ -1,0 +1,120 @@
+"""Captured CUDA graphs by the room that they have, and which rooms are worth one.
+
+Graphs of one kind share a pool of memory: they are replayed one after another on one stream, and nothing of one
+replay is read after the next. Kernels find their inputs in buffers that never move (staging.py).
+"""
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+from hybserve_kernels.rows import TILE
+
+from hybserve.plan.floors import pages_of
+from hybserve.plan.result import EngineLimits
+from hybserve.runner.staging import Shape
+
+#: Numbers of decode rows that get a graph of their own, and steps between larger ones.
+_ROWS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+_ROWS_APART = 64
+#: Tokens of steps with prefill rows that get a graph. Longer ones are launched kernel by kernel: there the device takes
+#: longer over a kernel than the host over its launch, and padding would cost more than the launches.
+_TOKENS = (64, 128, 192, 256, 384, 512, 768, 1024)
+#: Widths of the block tables of decode graphs, in tokens: the grid of the attention follows them.
+_WIDTHS = (2048, 16384)
+
+Room = TypeVar("Room")
+
+
+class Graphs(Generic[Room]):
+    """What was captured, by room. On CPU nothing is captured and everything runs at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._captured: dict[Room, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._pool: tuple[int, int] | None = None
+        self._chosen: dict[Room, Room | None] = {}
+
+    def capture(self, room: Room, call: Callable[[Room], torch.Tensor]) -> None:
+        """Run once, to compile what has to be, and capture. Larger rooms first keep the shared memory small."""
+        call(room)
+        if self._stream is None:
+            return
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):  # torch.cuda.graph would collect garbage before each capture
+            graph.capture_begin(pool=self._pool)
+            result = call(room)
+            graph.capture_end()
+        self._pool = graph.pool()
+        self._captured[room] = graph, result
+
+    def room_for(self, need: Room) -> Room | None:
+        """The smallest captured room that holds ``need``; None if there is none."""
+        if need not in self._chosen:
+            if len(self._chosen) > 4096:
+                self._chosen.clear()
+            fitting = [room for room in self._captured if _holds(room, need)]
+            self._chosen[need] = min(fitting, key=_size) if fitting else None
+        return self._chosen[need]
+
+    def run(self, room: Room, call: Callable[[Room], torch.Tensor]) -> torch.Tensor:
+        """Replay what was captured for exactly this room, or launch it anew. The result lives until the next run."""
+        captured = self._captured.get(room)
+        if captured is None:
+            return call(room)
+        graph, result = captured
+        graph.replay()
+        return result
+
+
+def _holds(room: object, need: object) -> bool:
+    if isinstance(room, Shape) and isinstance(need, Shape):
+        kinds = bool(room.decode_rows) == bool(need.decode_rows) and bool(room.prefill_rows) == bool(need.prefill_rows)
+        return kinds and all(have >= wanted for have, wanted in zip(room, need, strict=True))
+    assert isinstance(room, int) and isinstance(need, int)
+    return room >= need
+
+
+def _size(room: object) -> tuple[int, ...]:
+    if isinstance(room, Shape):
+        return (room.tokens, room.pages, *room)
+    assert isinstance(room, int)
+    return (room,)
+
+
+def buckets_of(max_running: int) -> list[int]:
+    """Numbers of rows that get a graph, ascending; the last is ``max_running``."""
+    more = range(_ROWS[-1] + _ROWS_APART, max_running, _ROWS_APART)
+    return [*(rows for rows in (*_ROWS, *more) if rows < max_running), max_running]
+
+
+def mixed_room(limits: EngineLimits, table_width: int, rows: list[int]) -> list[Shape]:
+    """The shapes that get a graph, largest first: decode rows alone by number and width of block tables, and steps with
+    prefill rows by tokens, with and without decode rows."""
+    running = limits.max_running
+    widths = [pages_of(width, limits.page_size) for width in _WIDTHS]
+    widths = [*(width for width in widths if width < table_width), table_width]
+    shapes = [Shape(count, count, 0, 0, width) for count in rows for width in widths]
+    for tokens in (tokens for tokens in _TOKENS if tokens <= limits.step_tokens):
+        prefill = min(running, tokens)
+        for decode in (0, min(running, tokens)):
+            shapes.append(Shape(tokens, decode, prefill, tokens // TILE + prefill, table_width))
+    return sorted(shapes, key=_size, reverse=True)
+
+
+def exact_room(need: Shape, limits: EngineLimits, table_width: int) -> Shape:
+    """``need`` rounded up a little, so that kernels specialised on divisibility are the same for all steps."""
+
+    def up(count: int, unit: int) -> int:
+        return -(-count // unit) * unit
+
+    tokens = up(need.tokens, TILE) if need.prefill_rows else need.tokens
+    return Shape(
+        tokens,
+        min(up(need.decode_rows, 16), tokens) if need.prefill_rows else need.decode_rows,
+        up(need.prefill_rows, 16),
+        up(need.tiles, 16),
+        min(up(need.pages, 16), table_width),
+    )

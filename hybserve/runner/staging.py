@@ -1,0 +1,237 @@
+"""A plan on its way to the device: one buffer of int32 words, filled on the host, copied at once, read by all kernels.
+
+The buffer on the device is one and the same for every step, so that captured graphs find the words where they were;
+copies and steps follow one another on one stream. The host's side is a ring, because a copy may still be under way
+while the next plan is written.
+
+    words   [real tokens | sampled positions, sequences, outputs: max_running each | rows of the shape | lists]
+
+Legend: T packed tokens, N decode rows, R prefill rows, X tiles, S sequences, M pages of a block table, G tokens per page.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from hybserve_kernels.rows import TILE, DecodeRows, DeviceStep, PrefillRows
+
+from hybserve.core.messages import StepPlan
+from hybserve.plan.floors import pages_of
+from hybserve.plan.result import EngineLimits
+from hybserve.runner.inputs import Ints, Packed, exports_of, locations
+from hybserve.runner.sequences import Sequences
+
+#: Steps whose words may be under way at once: one runs, one waits, one is written.
+_RING = 3
+_HEAD = 16  # words before the first section
+
+
+class Shape(NamedTuple):
+    """Room of a step: of a captured graph, or exactly what one plan needs. ``pages``: width of its block tables."""
+
+    tokens: int
+    decode_rows: int
+    prefill_rows: int
+    tiles: int
+    pages: int
+
+    @property
+    def words(self) -> int:
+        return 4 * self.tokens + 3 * self.decode_rows + 6 * self.prefill_rows + 3 * self.tiles
+
+
+class Lists(NamedTuple):
+    """What a step brings beside its rows, as int32 tensors on the device of exactly the length that is needed."""
+
+    table_places: torch.Tensor  # seq · M + index of new pages in the block tables, and the pages
+    table_pages: torch.Tensor
+    state_copies_X2: torch.Tensor
+    page_copies_X2: torch.Tensor
+    state_exports_X2: torch.Tensor  # active slot and checkpoint of decode rows, copied after the forward
+    exported_X: torch.Tensor  # every checkpoint that the step writes
+
+
+class Step(NamedTuple):
+    """A plan as numbers: what ``Staging.send`` puts into words."""
+
+    plan: StepPlan
+    packed: Packed
+    decoding: int  # rows of one token that continue a state, at the front
+    places: list[int]
+    pages: list[int]
+
+    def shape(self, limits: EngineLimits) -> Shape:
+        """The least room it needs."""
+        counts = self.packed.counts[self.decoding :]
+        ends = self.packed.starts + self.packed.counts
+        return Shape(
+            tokens=int(self.packed.bounds[-1]),
+            decode_rows=self.decoding,
+            prefill_rows=len(counts),
+            tiles=int((-(-counts // TILE)).sum()),
+            pages=pages_of(int(ends.max()), limits.page_size),
+        )
+
+
+def make_step(plan: StepPlan, places: list[int], pages: list[int]) -> Step:
+    packed = Packed(plan)
+    single = (packed.counts == 1) & (packed.starts > 0)
+    decoding = len(single) if single.all() else int(single.argmin())
+    return Step(plan, packed, decoding, places, pages)
+
+
+class Staging:
+    """``device_words`` are what kernels read. Not thread-safe, one stream."""
+
+    def __init__(self, limits: EngineLimits, device: torch.device) -> None:
+        self._limits, self._device = limits, device
+        self.table_width = pages_of(limits.max_seq_len, limits.page_size)
+        running, tokens = limits.max_running, limits.step_tokens
+        largest = Shape(tokens, running, running, tokens // TILE + running, self.table_width)
+        lists = 2 * running * self.table_width + 8 * (tokens // TILE + 2 * running) + 64
+        size = _HEAD + 3 * running + largest.words + lists
+        self.device_words = torch.zeros(size, dtype=torch.int32, device=device)
+        pinned = device.type == "cuda"
+        self._ring = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(_RING)]
+        self._sent: list[torch.cuda.Event | None] = [None] * _RING
+        self._next = 0
+        self.sample_at = self.device_words[_HEAD : _HEAD + running]
+        self.sample_seqs = self.device_words[_HEAD + running : _HEAD + 2 * running]
+        self.sample_outputs = self.device_words[_HEAD + 2 * running : _HEAD + 3 * running]
+
+    def views(self, shape: Shape, tables_SM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, DeviceStep]:
+        """Token ids [T] (SAMPLED still inside), the sequences they belong to [T], and the rows of a step of this shape.
+        The block tables are gathered on the device at the time of the call, or of the replay."""
+        tokens, seqs, *sections = self._sections(self.device_words, shape)
+        positions, locations_T, lengths, slots, decode_seqs, *prefill = sections
+        tables_SM = tables_SM[:, : shape.pages]
+        decode = None
+        if shape.decode_rows:
+            decode = DecodeRows(shape.decode_rows, lengths, slots, tables_SM.index_select(0, decode_seqs))
+        rows = None
+        if shape.prefill_rows:
+            begins, counts, starts, slots, prefill_seqs, first_tiles, *tiles = prefill
+            tables_RM = tables_SM.index_select(0, prefill_seqs)
+            rows = PrefillRows(
+                shape.prefill_rows, shape.tiles, begins, counts, starts, slots, tables_RM, first_tiles, *tiles
+            )
+        return tokens, seqs, DeviceStep(self.device_words[:1], positions, locations_T, decode, rows)
+
+    def _sections(self, words: torch.Tensor, shape: Shape) -> list[torch.Tensor]:
+        at = _HEAD + 3 * self._limits.max_running
+        sizes = [shape.tokens] * 4 + [shape.decode_rows] * 3 + [shape.prefill_rows] * 6 + [shape.tiles] * 3
+        return list(words[at : at + shape.words].split(sizes))
+
+    def send(self, step: Step, shape: Shape, sequences: Sequences) -> Lists:
+        """Write the words of a step into a shape that has room for it, and start their copy."""
+        host = self._host()
+        self._fill(host, step, shape, sequences)
+        plan = step.plan
+        at = _HEAD + 3 * self._limits.max_running + shape.words
+        exports = list(exports_of(plan))
+        decode_exports = [word for row, _, slot in exports if row < step.decoding for word in (plan.slots[row], slot)]
+        columns = (
+            step.places,
+            step.pages,
+            plan.state_copies,
+            plan.page_copies,
+            decode_exports,
+            [slot for _, _, slot in exports],
+        )
+        spans = []
+        numbers = host.numpy()
+        for column in columns:
+            end = at + len(column)
+            numbers[at:end] = column
+            spans.append((at, end))
+            at = end
+        self.device_words[:at].copy_(host[:at], non_blocking=True)
+        self._mark()
+        places, pages, states, copies, exported, slots = (self.device_words[low:high] for low, high in spans)
+        return Lists(places, pages, states.view(-1, 2), copies.view(-1, 2), exported.view(-1, 2), slots)
+
+    def send_empty(self, shape: Shape) -> None:
+        """The words of a step in which every row, tile and token is padding."""
+        host = self._host()
+        host[: _HEAD + 3 * self._limits.max_running].zero_()
+        self._clear(host, shape)
+        at = _HEAD + 3 * self._limits.max_running + shape.words
+        self.device_words[:at].copy_(host[:at], non_blocking=True)
+        self._mark()
+
+    def _host(self) -> torch.Tensor:
+        """The oldest buffer of the ring, once its copy is through."""
+        self._next = (self._next + 1) % _RING
+        sent = self._sent[self._next]
+        if sent is not None:
+            sent.synchronize()
+        return self._ring[self._next]
+
+    def _mark(self) -> None:
+        if self._device.type == "cuda":
+            event = self._sent[self._next]
+            if event is None:
+                event = self._sent[self._next] = torch.cuda.Event()
+            event.record()
+
+    def _clear(self, host: torch.Tensor, shape: Shape) -> None:
+        at = _HEAD + 3 * self._limits.max_running
+        host[at : at + shape.words].zero_()
+        sections = self._sections(host, shape)
+        sections[3].fill_(-1)  # locations
+        sections[-3].fill_(-1)  # rows of tiles
+        running = self._limits.max_running
+        host[_HEAD + running : _HEAD + 2 * running].fill_(-1)  # sampled sequences
+
+    def _fill(self, host: torch.Tensor, step: Step, shape: Shape, sequences: Sequences) -> None:
+        plan, packed, running = step.plan, step.packed, self._limits.max_running
+        self._clear(host, shape)
+        count = int(packed.bounds[-1])
+        words = host.numpy()
+        words[0] = count
+        samples = len(plan.sample_rows)
+        words[_HEAD : _HEAD + running] = 0
+        words[_HEAD : _HEAD + samples] = packed.bounds[1:][plan.sample_rows] - 1
+        words[_HEAD + running : _HEAD + running + samples] = plan.sample_seqs
+        words[_HEAD + 2 * running : _HEAD + 2 * running + samples] = plan.sample_outputs
+        sections = [section.numpy() for section in self._sections(host, shape)]
+        tokens, seqs, positions, places, lengths, slots, decode_seqs, *prefill = sections
+        all_seqs = np.asarray(plan.seqs, dtype=np.int32)
+        tokens[:count] = plan.tokens
+        seqs[:count] = all_seqs[packed.rows_T]
+        positions[:count] = packed.positions_T
+        tables = [sequences[seq].table for seq in plan.seqs]
+        found = locations(packed, tables, self._limits.page_size)
+        if plan.gap_rows:
+            write_from_N = packed.starts.copy()
+            write_from_N[plan.gap_rows] = plan.gap_ends
+            found[packed.positions_T < write_from_N[packed.rows_T]] = -1
+        places[:count] = found
+        decoding = step.decoding
+        lengths[:decoding] = packed.starts[:decoding] + 1
+        slots[:decoding] = plan.slots[:decoding]
+        decode_seqs[:decoding] = all_seqs[:decoding]
+        if decoding < len(plan.seqs):
+            self._fill_prefill(step, all_seqs, prefill)
+
+    def _fill_prefill(self, step: Step, all_seqs: Ints, sections: list[Ints]) -> None:
+        plan, packed, decoding = step.plan, step.packed, step.decoding
+        begins, counts, starts, slots, seqs, first_tiles, tile_rows, tile_offsets, exports = sections
+        rows = len(plan.seqs) - decoding
+        own = packed.counts[decoding:]
+        begins[:rows] = packed.bounds[decoding:-1]
+        counts[:rows] = own
+        starts[:rows] = packed.starts[decoding:]
+        slots[:rows] = plan.slots[decoding:]
+        seqs[:rows] = all_seqs[decoding:]
+        tiles_R = -(-own // TILE)
+        ends_R = np.cumsum(tiles_R)
+        first_R = ends_R - tiles_R
+        first_tiles[:rows] = first_R
+        of_tile = np.repeat(np.arange(rows), tiles_R)
+        tile_rows[: len(of_tile)] = of_tile
+        tile_offsets[: len(of_tile)] = (np.arange(len(of_tile)) - first_R[of_tile]) * TILE
+        for row, tokens, slot in exports_of(plan):
+            if row >= decoding:
+                assert tokens % TILE == 0, f"a checkpoint after {tokens} tokens of a row, which is inside a tile"
+                exports[int(first_R[row - decoding]) + tokens // TILE - 1] = slot
