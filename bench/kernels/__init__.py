@@ -88,9 +88,8 @@ def _print(rows: list[Row]) -> None:
     for row in rows:
         share = f"{100 * row.limit / row.us:.0f}" if row.us else ""
         peer = "" if row.peer is None else f"{row.peer:.1f}"
-        print(
-            f"{row.op:<20}{row.shape:<26}{row.variant:<26}{row.us:>10.1f}{row.limit:>9.1f}{share:>6}{peer:>9}  {row.whose}"
-        )
+        figures = f"{row.us:>10.1f}{row.limit:>9.1f}{share:>6}{peer:>9}"
+        print(f"{row.op:<20}{row.shape:<26}{row.variant:<26}{figures}  {row.whose}")
 
 
 def _record(rows: list[Row], failed: list[str], arguments: list[str]) -> None:

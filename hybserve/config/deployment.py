@@ -218,7 +218,6 @@ class LogSection(Section):
 
 #: Keys whose feature is not there yet, with the only value they accept.
 NOT_YET: dict[str, object] = {
-    "engine.graphs": "auto",
     "cache.host": 0,
     "cache.file.path": None,
     "cache.file.size": 0,
@@ -325,6 +324,8 @@ def _conflicts(deployment: Deployment) -> list[tuple[str, str]]:
         problems.append(("engine.deterministic", "needs memory.state_dtype: float32"))
     if engine.deterministic and (engine.tensor_parallel, engine.pipeline_parallel) != (1, 1):
         problems.append(("engine.deterministic", "needs one rank: tensor_parallel and pipeline_parallel 1"))
+    if engine.deterministic and engine.backend == "cuda":
+        problems.append(("engine.deterministic", "not available on a GPU yet; use engine.backend: cpu"))
     if engine.backend == "cuda" and cache.page_size % GPU_SCAN_TILE:
         problems.append(("cache.page_size", f"must be a multiple of {GPU_SCAN_TILE} on a GPU, got {cache.page_size}"))
     if engine.step_tokens is not None and engine.step_tokens < cache.page_size:

@@ -193,7 +193,6 @@ def check_servable(deployment: Deployment, environ: Mapping[str, str] | None = N
     for key, can in (
         ("engine.tensor_parallel", engine.tensor_parallel == 1),
         ("engine.pipeline_parallel", engine.pipeline_parallel == 1),
-        ("engine.backend", engine.backend != "cuda"),
         ("memory.kv_dtype", deployment.memory.kv_dtype != "float8_e4m3fn"),
     ):
         if not can:

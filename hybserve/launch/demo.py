@@ -17,7 +17,7 @@ from hybserve.launch.group import child_environment
 _SYSTEM = "You are a helpful dictionary of English."
 _QUESTIONS = ("What is a dictionary?", "Is there another word for it?")
 #: Small pages, so that even so short a conversation has whole ones to reuse.
-_SETTINGS = ("server.port=0", "log.level=error", "cache.page_size=16")
+_SETTINGS = ("server.port=0", "log.level=error", "cache.page_size=16", "engine.backend=cpu")
 _READY = re.compile(r"ready at http://([^:/]+):([0-9]+)")
 
 

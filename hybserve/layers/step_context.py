@@ -43,8 +43,8 @@ class Rows(NamedTuple):
 @dataclass(slots=True)
 class StepContext:
     """Rows are packed one after another: row n owns tokens [bounds[n], bounds[n+1]) of T, which are the positions
-    [starts[n], starts[n] + bounds[n+1] - bounds[n]) of its sequence. Host lists and tensors say the same; the torch forms
-    of the layers read both, the Triton forms read ``step`` alone.
+    [starts[n], starts[n] + bounds[n+1] - bounds[n]) of its sequence. Host lists and tensors say the same; the torch
+    forms of the layers read both, the Triton forms read ``step`` alone.
 
     ``deterministic`` (law 7): N is 1, T is G, token t lies at position ``page start + t``; only the tokens
     [tile[0], tile[1]) are real, the others are zero rows that must not be read or written anywhere.

@@ -26,7 +26,8 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _BUFFER = 16 * MIB
 #: Runs shorter than this are cut out of a larger read instead of being read one by one.
 _SHORT_RUN = 64 * 1024
-_DUMMY_PIECE = 1 << 20
+#: Elements of dummy weights made at a time, on the host and on a GPU.
+_DUMMY_PIECE, _DUMMY_PIECE_GPU = 1 << 20, 1 << 26
 
 
 class _Job(NamedTuple):
@@ -73,20 +74,21 @@ def dummy_weights(params: Mapping[str, torch.Tensor], seed: int) -> None:
     """Fill parameters with small seeded random values instead of a checkpoint's (``model.load: dummy``)."""
     with torch.no_grad():
         for name, param in params.items():
-            random = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            random = torch.Generator(param.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             flat = param.view(-1)
-            for start, count in _pieces(flat.numel(), _DUMMY_PIECE):
+            for start, count in _pieces(flat.numel(), _DUMMY_PIECE if param.is_cpu else _DUMMY_PIECE_GPU):
                 flat[start : start + count] = _dummy(name, count, random)
 
 
 def _dummy(name: str, count: int, random: torch.Generator) -> torch.Tensor:
+    values = torch.empty(count, device=random.device)
     if name.endswith("A_log"):
-        return torch.empty(count).uniform_(1, 16, generator=random).log_()
+        return values.uniform_(1, 16, generator=random).log_()
     if name.endswith("dt_bias"):  # time steps between 0.001 and 0.1, through the inverse of softplus
-        steps = torch.empty(count).uniform_(-6.9, -2.3, generator=random).exp_()
+        steps = values.uniform_(-6.9, -2.3, generator=random).exp_()
         return steps + torch.log(-torch.expm1(-steps))
     centre = 1.0 if name.endswith("gated_delta.norm.weight") else 0.0
-    return centre + 0.02 * torch.randn(count, generator=random)
+    return values.normal_(centre, 0.02, generator=random)
 
 
 def _check_targets(wanted: tuple[ParamSpec, ...], share: RankShare, params: Mapping[str, torch.Tensor]) -> None:

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 import psutil
+import pynvml
 
 from hybserve.core.units import GIB
 
@@ -38,6 +39,26 @@ def probe_memory(cgroup: Path = _CGROUP) -> MemoryFacts:
         if limit is not None and used is not None:
             free = min(free, max(0, limit - used))
     return MemoryFacts("cpu", free)
+
+
+def probe_gpu() -> int:
+    """Free bytes of the first GPU that this process may use; 0 where there is none. The driver is asked, not torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    first = "0" if visible is None else visible.split(",")[0].strip()
+    if first in ("", "-1"):
+        return 0
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return 0
+    try:
+        by_index = first.isdigit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(int(first)) if by_index else pynvml.nvmlDeviceGetHandleByUUID(first)
+        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)
+    except pynvml.NVMLError:
+        return 0
+    finally:
+        pynvml.nvmlShutdown()
 
 
 def _number(path: os.PathLike[str]) -> int | None:

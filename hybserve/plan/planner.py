@@ -11,7 +11,7 @@ from hybserve.core.errors import ConfigError
 from hybserve.core.units import format_bytes, format_count
 from hybserve.plan.costs import StepShape, model_bytes
 from hybserve.plan.edits import smallest_edits
-from hybserve.plan.facts import MemoryFacts, probe_memory
+from hybserve.plan.facts import MemoryFacts, probe_gpu, probe_memory
 from hybserve.plan.floors import pages_of
 from hybserve.plan.result import EngineLimits, ModelCounts, Plan, Pools, Shortfall, StagePlan
 from hybserve.plan.sizing import Frame, Rank, Sizing, WeightBytes, default_shape, make_frame, size
@@ -36,9 +36,14 @@ def plan_deployment(deployment: Deployment, facts: MemoryFacts | None = None, pa
 
 
 def find_facts(deployment: Deployment) -> MemoryFacts:
-    """This machine for the CPU backend; for `engine.backend: cuda` nothing is known here and memory.device must be
-    stated, or the caller brings facts."""
-    return MemoryFacts("cuda", 0) if deployment.engine.backend == "cuda" else probe_memory()
+    """This machine: its first GPU, if it has one and the deployment does not ask for the CPU backend. Where a GPU is
+    asked for and there is none, nothing is known and memory.device must be stated."""
+    engine = deployment.engine
+    if engine.backend == "cuda" or (engine.backend == "auto" and not engine.deterministic):
+        free = probe_gpu()
+        if free or engine.backend == "cuda":
+            return MemoryFacts("cuda", free)
+    return probe_memory()
 
 
 def make_plan(spec: ModelSpec, deployment: Deployment, facts: MemoryFacts, weights: WeightBytes = weight_bytes) -> Plan:
@@ -89,6 +94,8 @@ def _limits(frame: Frame, sizing: Sizing, deployment: Deployment) -> EngineLimit
         stateful=stateful,
         slot_price=whole.state_slot / max(whole.kv_per_token * frame.page_size, 1),
         checkpoint_every=frame.checkpoint_every if stateful else 0,
+        cuda=frame.cuda,
+        graphs=deployment.engine.graphs != "off",
     )
 
 

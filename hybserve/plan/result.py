@@ -25,6 +25,8 @@ class EngineLimits(msgspec.Struct, frozen=True):
     stateful: bool = True  # has recurrent layers: a hit needs a checkpoint
     slot_price: float = 1.0  # bytes of a slot in units of a page's bytes, whole model
     checkpoint_every: int = 0  # spacing of the checkpoint grid in tokens; 0 = none
+    cuda: bool = False  # model and pools live on a GPU
+    graphs: bool = True  # steps run from captured graphs there
 
 
 class ModelCounts(msgspec.Struct, frozen=True):

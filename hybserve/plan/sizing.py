@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from hybserve.config.deployment import Deployment
+from hybserve.config.deployment import GPU_SCAN_TILE, Deployment
 from hybserve.core.errors import ConfigError
 from hybserve.core.units import GIB
 from hybserve.plan.costs import (
@@ -101,6 +101,8 @@ def make_frame(spec: ModelSpec, deployment: Deployment, facts: MemoryFacts, weig
         raise ConfigError(f"engine: {error}") from None
     if memory.device is None and facts.free == 0:
         raise ConfigError("memory.device: there is no GPU to ask; state the memory of one, such as 139GiB")
+    if cuda and cache.page_size % GPU_SCAN_TILE:
+        raise ConfigError(f"cache.page_size: must be a multiple of {GPU_SCAN_TILE} on a GPU, got {cache.page_size}")
     known: dict[object, int] = {}
 
     def weigh(share: RankShare) -> int:

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
-from hybserve_kernels.copies import copy_runs, runs_finite
-from hybserve_kernels.sampling import gather_tokens, greedy_rows, remember
+from hybserve_kernels.copies import SlotCells, copy_runs, runs_finite
+from hybserve_kernels.sampling import gather_tokens, greedy_rows, logprob_rows, remember
 
 from hybserve.core.messages import SequenceStart, StepPlan
 from hybserve.core.types import TokenLogprobs
@@ -74,8 +74,8 @@ class DeviceExecutor:
     ) -> None:
         self._model, self._pools, self._sequences, self._staging = model, pools, sequences, staging
         self._limits, self._vocab, self._device = limits, vocab, device
-        running = limits.max_running
-        dtype = model.dtype
+        self._cells = _cells_of(pools)
+        running, dtype = limits.max_running, model.dtype
         self._tables_SM = torch.zeros(running, staging.table_width, dtype=torch.int32, device=device)
         self._last_token_S = torch.zeros(running, dtype=torch.int64, device=device)
         self._head_in_RD = torch.zeros(running, model.spec.hidden, dtype=dtype, device=device)
@@ -102,6 +102,8 @@ class DeviceExecutor:
 
     def capture(self) -> None:
         """Capture the graphs of every usual step; what they need to compile is compiled here."""
+        if not self._limits.graphs:
+            return
         rows = buckets_of(self._limits.max_running)
         shapes = self._usual_shapes(rows)
         for count in reversed(rows):
@@ -192,9 +194,8 @@ class DeviceExecutor:
         sequences = [self._sequences[seq] for seq in plan.sample_seqs]
         staging, results = self._staging, launched.results
         if not all(sequence.plain_draw for sequence in sequences):
-            self._sampler.know(plan.sample_seqs, sequences)
             tokens_R, finite_R = self._sampler.sample(
-                logits_RC, staging.sample_seqs[:rows], staging.sample_outputs[:rows], sequences
+                logits_RC, plan.sample_seqs, sequences, staging.sample_seqs[:rows], staging.sample_outputs[:rows]
             )
             self._keep(tokens_R, finite_R)
         self._logprobs(logits_RC, sequences, launched)
@@ -206,7 +207,7 @@ class DeviceExecutor:
         if asking:
             tops = [sequences[row].sampling.logprobs for row in asking]
             at = torch.tensor(asking, device=self._device)
-            scores = self._sampler.logprobs(logits_RC[at], self._tokens_R[at], max(tops))
+            scores = logprob_rows(logits_RC[at], self._tokens_R[at], max(tops))
             launched.logprobs.append((asking, tops, scores))
 
     def _score(self, step: Step, hidden_TD: torch.Tensor, launched: _Launched) -> None:
@@ -217,21 +218,13 @@ class DeviceExecutor:
                 high = min(end, low + height)
                 logits_RC = self._model.logits_rows(hidden_TD[low:high])
                 tokens_R = torch.tensor(successors[low - first : high - first], device=self._device)
-                scores = self._sampler.logprobs(logits_RC, tokens_R, top)
+                scores = logprob_rows(logits_RC, tokens_R, top)
                 launched.scored.append((row, [top] * (high - low), scores))
 
     def _export(self, lists: Lists, results: _Results) -> None:
         if len(lists.state_exports_X2):
             copy_runs(self._pools.slots, lists.state_exports_X2)
-        layout = self._pools.slot_layout
-        finite_X = runs_finite(
-            self._pools.slots,
-            lists.exported_X,
-            layout.layers,
-            layout.layer_bytes,
-            (layout.value_heads * layout.key_dim * layout.value_dim, torch_dtype(layout.state_dtype)),
-            (layout.window_offset, layout.channels * layout.window, torch_dtype(layout.conv_dtype)),
-        )
+        finite_X = runs_finite(self._pools.slots, lists.exported_X, self._cells)
         results.exports[: len(finite_X)].copy_(finite_X, non_blocking=True)
 
     # results
@@ -262,3 +255,18 @@ class DeviceExecutor:
         if results.begun is None or results.done is None:
             return None
         return results.begun.elapsed_time(results.done)
+
+
+def _cells_of(pools: DevicePools) -> SlotCells:
+    """Where the floats of a slot lie."""
+    layout = pools.slot_layout
+    state, conv = torch_dtype(layout.state_dtype), torch_dtype(layout.conv_dtype)
+    return SlotCells(
+        layers=layout.layers,
+        layer_bytes=layout.layer_bytes,
+        matrix_bytes=layout.value_heads * layout.key_dim * layout.value_dim * state.itemsize,
+        state_dtype=state,
+        window_offset=layout.window_offset,
+        window_bytes=layout.channels * layout.window * conv.itemsize,
+        conv_dtype=conv,
+    )

@@ -73,7 +73,8 @@ def _holds(room: object, need: object) -> bool:
     if isinstance(room, Shape) and isinstance(need, Shape):
         kinds = bool(room.decode_rows) == bool(need.decode_rows) and bool(room.prefill_rows) == bool(need.prefill_rows)
         return kinds and all(have >= wanted for have, wanted in zip(room, need, strict=True))
-    assert isinstance(room, int) and isinstance(need, int)
+    assert isinstance(room, int)
+    assert isinstance(need, int)
     return room >= need
 
 

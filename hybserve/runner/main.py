@@ -14,8 +14,8 @@ from hybserve.core.errors import ModelError
 from hybserve.core.messages import FromRunner, SequenceStart, StepDone, StepFailed, StepPlan, Stop, ToRunner
 from hybserve.core.sampling import SamplingParams
 from hybserve.core.types import SAMPLED
-from hybserve.models.load import Progress, dummy_weights, load_weights
 from hybserve.models.base import Model as LayeredModel
+from hybserve.models.load import Progress, dummy_weights, load_weights
 from hybserve.models.registry import build_model
 from hybserve.plan.floors import pages_of
 from hybserve.plan.result import EngineLimits
@@ -194,7 +194,7 @@ def build_runner(
     """
     share = split_ranks(spec)[0]
     asked = deployment.model.dtype
-    device = "cpu" if deployment.engine.backend == "cpu" else "cuda"
+    device = "cuda" if limits.cuda else "cpu"
     model = build_model(spec, share, torch_dtype(spec.dtype if asked == "auto" else asked), device)
     if deployment.model.load == "dummy":
         dummy_weights(model.params, deployment.model.seed)

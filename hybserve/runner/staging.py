@@ -6,7 +6,7 @@ while the next plan is written.
 
     words   [real tokens | sampled positions, sequences, outputs: max_running each | rows of the shape | lists]
 
-Legend: T packed tokens, N decode rows, R prefill rows, X tiles, S sequences, M pages of a block table, G tokens per page.
+Legend: T packed tokens, N decode rows, R prefill rows, X tiles, S sequences, M pages of a block table.
 """
 
 from typing import NamedTuple
@@ -24,6 +24,7 @@ from hybserve.runner.sequences import Sequences
 #: Steps whose words may be under way at once: one runs, one waits, one is written.
 _RING = 3
 _HEAD = 16  # words before the first section
+_ALIGNED = 4  # words; every section and list begins at 16 bytes
 
 
 class Shape(NamedTuple):
@@ -36,8 +37,17 @@ class Shape(NamedTuple):
     pages: int
 
     @property
+    def sizes(self) -> list[int]:
+        """Words of its sections, padding included."""
+        return [-(-count // _ALIGNED) * _ALIGNED for count in self.counts]
+
+    @property
+    def counts(self) -> list[int]:
+        return [self.tokens] * 4 + [self.decode_rows] * 3 + [self.prefill_rows] * 6 + [self.tiles] * 3
+
+    @property
     def words(self) -> int:
-        return 4 * self.tokens + 3 * self.decode_rows + 6 * self.prefill_rows + 3 * self.tiles
+        return sum(self.sizes)
 
 
 class Lists(NamedTuple):
@@ -87,17 +97,18 @@ class Staging:
         self._limits, self._device = limits, device
         self.table_width = pages_of(limits.max_seq_len, limits.page_size)
         running, tokens = limits.max_running, limits.step_tokens
+        self._room = room = -(-running // _ALIGNED) * _ALIGNED  # of each of the sampled columns
+        self._rows_at = _HEAD + 3 * room
         largest = Shape(tokens, running, running, tokens // TILE + running, self.table_width)
         lists = 2 * running * self.table_width + 8 * (tokens // TILE + 2 * running) + 64
-        size = _HEAD + 3 * running + largest.words + lists
+        size = self._rows_at + largest.words + lists
         self.device_words = torch.zeros(size, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
         self._ring = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(_RING)]
         self._sent: list[torch.cuda.Event | None] = [None] * _RING
         self._next = 0
-        self.sample_at = self.device_words[_HEAD : _HEAD + running]
-        self.sample_seqs = self.device_words[_HEAD + running : _HEAD + 2 * running]
-        self.sample_outputs = self.device_words[_HEAD + 2 * running : _HEAD + 3 * running]
+        columns = self.device_words[_HEAD : self._rows_at].view(3, room)[:, :running]
+        self.sample_at, self.sample_seqs, self.sample_outputs = columns.unbind(0)
 
     def views(self, shape: Shape, tables_SM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, DeviceStep]:
         """Token ids [T] (SAMPLED still inside), the sequences they belong to [T], and the rows of a step of this shape.
@@ -118,16 +129,16 @@ class Staging:
         return tokens, seqs, DeviceStep(self.device_words[:1], positions, locations_T, decode, rows)
 
     def _sections(self, words: torch.Tensor, shape: Shape) -> list[torch.Tensor]:
-        at = _HEAD + 3 * self._limits.max_running
-        sizes = [shape.tokens] * 4 + [shape.decode_rows] * 3 + [shape.prefill_rows] * 6 + [shape.tiles] * 3
-        return list(words[at : at + shape.words].split(sizes))
+        at = self._rows_at
+        sections = words[at : at + shape.words].split(shape.sizes)
+        return [section[:count] for section, count in zip(sections, shape.counts, strict=True)]
 
     def send(self, step: Step, shape: Shape, sequences: Sequences) -> Lists:
         """Write the words of a step into a shape that has room for it, and start their copy."""
         host = self._host()
         self._fill(host, step, shape, sequences)
         plan = step.plan
-        at = _HEAD + 3 * self._limits.max_running + shape.words
+        at = self._rows_at + shape.words
         exports = list(exports_of(plan))
         decode_exports = [word for row, _, slot in exports if row < step.decoding for word in (plan.slots[row], slot)]
         columns = (
@@ -144,7 +155,7 @@ class Staging:
             end = at + len(column)
             numbers[at:end] = column
             spans.append((at, end))
-            at = end
+            at = -(-end // _ALIGNED) * _ALIGNED
         self.device_words[:at].copy_(host[:at], non_blocking=True)
         self._mark()
         places, pages, states, copies, exported, slots = (self.device_words[low:high] for low, high in spans)
@@ -153,9 +164,9 @@ class Staging:
     def send_empty(self, shape: Shape) -> None:
         """The words of a step in which every row, tile and token is padding."""
         host = self._host()
-        host[: _HEAD + 3 * self._limits.max_running].zero_()
+        host[: self._rows_at].zero_()
         self._clear(host, shape)
-        at = _HEAD + 3 * self._limits.max_running + shape.words
+        at = self._rows_at + shape.words
         self.device_words[:at].copy_(host[:at], non_blocking=True)
         self._mark()
 
@@ -175,25 +186,25 @@ class Staging:
             event.record()
 
     def _clear(self, host: torch.Tensor, shape: Shape) -> None:
-        at = _HEAD + 3 * self._limits.max_running
+        at = self._rows_at
         host[at : at + shape.words].zero_()
         sections = self._sections(host, shape)
         sections[3].fill_(-1)  # locations
         sections[-3].fill_(-1)  # rows of tiles
-        running = self._limits.max_running
-        host[_HEAD + running : _HEAD + 2 * running].fill_(-1)  # sampled sequences
+        host[_HEAD + self._room : _HEAD + 2 * self._room].fill_(-1)  # sampled sequences
 
     def _fill(self, host: torch.Tensor, step: Step, shape: Shape, sequences: Sequences) -> None:
-        plan, packed, running = step.plan, step.packed, self._limits.max_running
+        plan, packed = step.plan, step.packed
         self._clear(host, shape)
         count = int(packed.bounds[-1])
         words = host.numpy()
         words[0] = count
         samples = len(plan.sample_rows)
-        words[_HEAD : _HEAD + running] = 0
-        words[_HEAD : _HEAD + samples] = packed.bounds[1:][plan.sample_rows] - 1
-        words[_HEAD + running : _HEAD + running + samples] = plan.sample_seqs
-        words[_HEAD + 2 * running : _HEAD + 2 * running + samples] = plan.sample_outputs
+        at, seqs, outputs = words[_HEAD : self._rows_at].reshape(3, self._room)
+        at[:] = 0
+        at[:samples] = packed.bounds[1:][plan.sample_rows] - 1
+        seqs[:samples] = plan.sample_seqs
+        outputs[:samples] = plan.sample_outputs
         sections = [section.numpy() for section in self._sections(host, shape)]
         tokens, seqs, positions, places, lengths, slots, decode_seqs, *prefill = sections
         all_seqs = np.asarray(plan.seqs, dtype=np.int32)

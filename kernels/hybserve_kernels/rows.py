@@ -27,8 +27,8 @@ class DecodeRows(NamedTuple):
 
 
 class PrefillRows(NamedTuple):
-    """Rows of several tokens, or the first token of a sequence. Each begins at a multiple of TILE of its sequence and is
-    cut into tiles from there, so that page boundaries are ends of tiles. A row's tiles follow one another.
+    """Rows of several tokens, or the first token of a sequence. Each begins at a multiple of TILE of its sequence and
+    is cut into tiles from there, so that page boundaries are ends of tiles. A row's tiles follow one another.
 
     ``starts`` 0 = the state before the row is zero, whatever the slot holds."""
 
