@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 from hybserve_kernels.copies import SlotCells, copy_runs, runs_finite
+from hybserve_kernels.rows import TILE
 from hybserve_kernels.sampling import gather_tokens, greedy_rows, logprob_rows, remember
 
 from hybserve.core.messages import SequenceStart, StepPlan
@@ -102,7 +103,15 @@ class DeviceExecutor:
 
     def capture(self) -> None:
         """Capture the graphs of every usual step; what they need to compile is compiled here."""
-        if not self._limits.graphs:
+        limits = self._limits
+        running = limits.max_running
+        largest = Shape(
+            limits.step_tokens, running, running, limits.step_tokens // TILE + running, self._staging.table_width
+        )
+        self._staging.send_empty(largest)
+        self._body(largest)  # the most that a step ever takes
+        self._head(running)
+        if not limits.graphs:
             return
         rows = buckets_of(self._limits.max_running)
         shapes = self._usual_shapes(rows)

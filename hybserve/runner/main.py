@@ -17,6 +17,7 @@ from hybserve.core.types import SAMPLED
 from hybserve.models.base import Model as LayeredModel
 from hybserve.models.load import Progress, dummy_weights, load_weights
 from hybserve.models.registry import build_model
+from hybserve.plan.facts import probe_gpu
 from hybserve.plan.floors import pages_of
 from hybserve.plan.result import EngineLimits
 from hybserve.runner.device import DeviceExecutor
@@ -51,6 +52,7 @@ class Runner:
         epoch: int = 1,
         device: str = "cpu",
         poison: bool = False,
+        free_before: int | None = None,
     ) -> None:
         self.pools = DevicePools(spec, share, limits, device, poisoned=poison)
         self.sequences = Sequences(device, pages_of(limits.max_seq_len, limits.page_size))
@@ -61,6 +63,7 @@ class Runner:
             place = torch.device(device)
             staging = Staging(limits, place)
             self._device = DeviceExecutor(model, self.pools, self.sequences, staging, limits, spec.vocab_size, place)
+        self._free_before = free_before
         self._epoch = epoch
         self._poison = poison
         self._last_step = 0
@@ -76,7 +79,7 @@ class Runner:
 
     def measured(self) -> Measured:
         """What this rank really allocated; ``memory.drift`` puts it beside the plan."""
-        return measure(self._rank.model.params, self.pools)
+        return measure(self._rank.model.params, self.pools, self._free_before)
 
     def warm_up(self) -> None:
         """Prefill, decode and sample once on a page and a slot that nobody has yet, and forget it.
@@ -193,6 +196,7 @@ def build_runner(
     Raises ModelError for weights that cannot be served. ``progress(done, total)`` counts bytes of weights.
     """
     share = split_ranks(spec)[0]
+    free_before = probe_gpu() if limits.cuda else None
     asked = deployment.model.dtype
     device = "cuda" if limits.cuda else "cpu"
     model = build_model(spec, share, torch_dtype(spec.dtype if asked == "auto" else asked), device)
@@ -200,6 +204,6 @@ def build_runner(
         dummy_weights(model.params, deployment.model.seed)
     else:
         load_weights(model_dir, spec, share, model.params, progress)
-    runner = Runner(model, spec, share, limits, device=device)
+    runner = Runner(model, spec, share, limits, device=device, free_before=free_before)
     runner.warm_up()
     return runner
