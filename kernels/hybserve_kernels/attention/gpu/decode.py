@@ -20,7 +20,6 @@ import triton
 import triton.language as tl
 
 from hybserve_kernels.attention.gpu.dot import dot
-from hybserve_kernels.attention.gpu.memory import box
 from hybserve_kernels.rows import DecodeRows
 
 _LOG2E = 1.4426950408889634
@@ -63,8 +62,12 @@ def decode_rows(
     dtype before the gate, the sigmoid too (as ``attended * sigmoid(gate)`` rounds)."""
     heads, dim = q_THd.shape[1:]
     kv_heads, page = pool_P2JGd.shape[2:4]
-    assert q_THd.is_contiguous() and out_TX.stride(1) == 1 and (gate_THd is None or gate_THd.stride(2) == 1)
-    assert pool_P2JGd[0].is_contiguous() and page % 64 == 0 and dim & (dim - 1) == 0
+    assert q_THd.is_contiguous()
+    assert out_TX.stride(1) == 1
+    assert gate_THd is None or gate_THd.stride(2) == 1
+    assert pool_P2JGd[0].is_contiguous()
+    assert page % 64 == 0
+    assert dim & (dim - 1) == 0
     per_processor, keys, warps, stages = shape or shape_of(q_THd.dtype, dim)
     programs = per_processor * _multiprocessors(q_THd.device)
     group = heads // kv_heads
@@ -72,10 +75,10 @@ def decode_rows(
     sums = torch.empty((pieces, group, dim), dtype=torch.float32, device=q_THd.device)
     peaks = torch.empty((pieces, 2, group), dtype=torch.float32, device=q_THd.device)
     gate = q_THd if gate_THd is None else gate_THd
-    rows_block = triton.next_power_of_2(rows.rows)
+    rows_block = max(256, triton.next_power_of_2(rows.rows))
     _attend[(programs,)](
         q_THd,
-        box(pool_P2JGd, keys),
+        pool_P2JGd,
         rows.lengths_N,
         rows.tables_NM,
         gate,
@@ -83,7 +86,7 @@ def decode_rows(
         sums,
         peaks,
         rows.rows,
-        pool_P2JGd.stride(0) // dim,
+        pool_P2JGd.stride(0),
         rows.tables_NM.stride(0),
         gate.stride(0),
         gate.stride(1),
@@ -139,10 +142,10 @@ def _gated(result, gates, mask, GATED: tl.constexpr):
     return result
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "table_stride"])
 def _attend(
     q,
-    memory,
+    pool,
     lengths,
     tables,
     gate,
@@ -150,7 +153,7 @@ def _attend(
     sums,
     peaks,
     rows,
-    page_rows,
+    page_stride,
     table_stride,
     gate_token_stride,
     gate_head_stride,
@@ -191,21 +194,24 @@ def _attend(
         token = row.to(tl.int64)
         queries = tl.load(q + (token * HEADS + heads) * DIM + dims[None, :], mask=own, other=0.0)
         table = tables + token * table_stride
+        inside = pool + kv_head * (PAGE * DIM) + lanes[:, None] * DIM + dims[None, :]
         peak = tl.full([QUERIES], float("-inf"), tl.float32)
         total_weight = tl.zeros([QUERIES], tl.float32)
         summed = tl.zeros([QUERIES, DIM], tl.float32)
+        page = tl.load(table + begin * KEYS // PAGE).to(tl.int64)
         for block in tl.range(begin, end):
             first = block * KEYS
-            place = tl.load(table + first // PAGE) * page_rows + kv_head * PAGE + first % PAGE
+            place = inside + (page * page_stride + first % PAGE * DIM)
+            page = tl.load(table + tl.minimum(first + KEYS, length - 1) // PAGE).to(tl.int64)
             written = first + lanes < length
-            scores = dot(queries, memory.load([place, 0]).T, tl.zeros([QUERIES, KEYS], tl.float32)) * scale
+            keys = tl.load(place, mask=written[:, None], other=0.0)
+            scores = dot(queries, keys.T, tl.zeros([QUERIES, KEYS], tl.float32)) * scale
             scores = tl.where(written[None, :], scores, float("-inf"))
             higher = tl.maximum(peak, tl.max(scores, 1))
             weights = tl.exp2(scores - higher[:, None])
             carry = tl.exp2(peak - higher)
             total_weight = total_weight * carry + tl.sum(weights, 1)
-            values = memory.load([place + KV_HEADS * PAGE, 0])
-            values = tl.where(written[:, None], values, 0.0)
+            values = tl.load(place + KV_HEADS * PAGE * DIM, mask=written[:, None], other=0.0)
             summed = dot(weights.to(values.dtype), values, summed * carry[:, None])
             peak = higher
 
@@ -223,7 +229,7 @@ def _attend(
         at += end - begin
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "programs"])
 def _join(
     lengths,
     gate,

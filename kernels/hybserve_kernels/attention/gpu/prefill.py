@@ -8,7 +8,8 @@ on the diagonal are masked, and values that no token of the row has written are 
 
 Scores that are not finite show: a weight of NaN stays NaN in sum and output.
 
-Legend: T packed tokens, R rows, X tiles of TILE tokens, H query heads, J kv heads, d head dim, P pages, G tokens per page.
+Legend: T packed tokens, R rows, X tiles of TILE tokens, H query heads, J kv heads, d head dim, P pages, G tokens per
+page.
 """
 
 from typing import NamedTuple
@@ -57,8 +58,11 @@ def prefill_rows(
     dtype before the gate, the sigmoid too (as ``attended * sigmoid(gate)`` rounds)."""
     heads, dim = q_THd.shape[1:]
     kv_heads, page = pool_P2JGd.shape[2:4]
-    assert q_THd.is_contiguous() and out_TX.stride(1) == 1 and (gate_THd is None or gate_THd.stride(2) == 1)
+    assert q_THd.is_contiguous()
+    assert out_TX.stride(1) == 1
+    assert gate_THd is None or gate_THd.stride(2) == 1
     assert page % TILE == 0
+    assert dim & (dim - 1) == 0
     queries, keys, warps, stages = shape or shape_of(q_THd.dtype, dim)
     gate = q_THd if gate_THd is None else gate_THd
     _prefill[(rows.tiles * heads,)](
@@ -102,7 +106,7 @@ def _weigh(scores, peak, total, out, scale):
     return weights, higher, total * carry + tl.sum(weights, 1), out * carry[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles", "table_stride"])
 def _prefill(
     q,
     memory,
@@ -180,9 +184,7 @@ def _prefill(
         if step > whole:
             scores = dot(queries, memory.load([place, 0]).T, nothing)
         seen = first + lanes[None, :] <= start + indices[:, None]
-        weights, peak, total, summed = _weigh(
-            tl.where(seen, scores, float("-inf")), peak, total, summed, scale
-        )
+        weights, peak, total, summed = _weigh(tl.where(seen, scores, float("-inf")), peak, total, summed, scale)
         value_rows = place.to(tl.int64) + KV_HEADS * PAGE + lanes
         written = (first + lanes < end)[:, None]
         values = tl.load(pool + value_rows[:, None] * DIM + dims[None, :], mask=written, other=0.0)

@@ -34,9 +34,14 @@ def prepare_rows(
     q_heads, kv_heads, dim = heads
     tokens, rotary_dim = projected_TX.shape[0], frequencies.shape[0]
     assert projected_TX.shape[1] == (q_heads * (2 if gated else 1) + 2 * kv_heads) * dim
-    assert projected_TX.stride(1) == 1 and pool_P2JGd[0].is_contiguous() and pool_P2JGd.shape[2:5:2] == (kv_heads, dim)
-    assert projected_TX.dtype == pool_P2JGd.dtype and (q_scale_d is None) == (k_scale_d is None)
-    assert dim & (dim - 1) == 0 and rotary_dim <= dim and frequencies.dtype == torch.float32
+    assert projected_TX.stride(1) == 1
+    assert pool_P2JGd[0].is_contiguous()
+    assert pool_P2JGd.shape[2:5:2] == (kv_heads, dim)
+    assert projected_TX.dtype == pool_P2JGd.dtype
+    assert (q_scale_d is None) == (k_scale_d is None)
+    assert dim & (dim - 1) == 0
+    assert rotary_dim <= dim
+    assert frequencies.dtype == torch.float32
     q_THd = torch.empty((tokens, q_heads, dim), dtype=projected_TX.dtype, device=projected_TX.device)
     if not tokens:
         return q_THd
@@ -69,7 +74,7 @@ def prepare_rows(
 
 @triton.jit
 def _sine_cosine(angle):
-    """Of fp32 angles of any size: reduced to a quarter turn in fp64, then series that leave less than fp32 rounds off."""
+    """Of fp32 angles of any size: reduced to a quarter turn in fp64, then series that err by less than fp32 rounds."""
     wide = angle.to(tl.float64)
     quarters = tl.floor(wide * (1.0 / _HALF_PI) + 0.5)
     rest = (wide - quarters * _HALF_PI).to(tl.float32)
