@@ -1,5 +1,7 @@
 """Causal attention over the paged pool: one query of many rows, whole rows, or fixed tiles (deterministic).
 
+On a GPU ``prepare_rows``, ``decode_rows`` and ``prefill_rows`` take all rows of a step at once, see ``rows.py``.
+
 Legend: T tokens, N rows, P pages of the pool, G tokens per page, H query heads, J kv heads, d head dim. The pool of a
 layer is a view of the page-major pool: pages may lie anywhere, but inside a page [2, J, G, d] is contiguous.
 """
@@ -8,10 +10,23 @@ import torch
 import torch.nn.functional as F
 
 from hybserve_kernels.attention import tile as _tile
+from hybserve_kernels.attention.gpu.decode import decode_rows
+from hybserve_kernels.attention.gpu.prefill import prefill_rows
+from hybserve_kernels.attention.gpu.prepare import prepare_rows
 from hybserve_kernels.attention.paging import RowPages, row_pages
 from hybserve_kernels.device import require_cpu
 
-__all__ = ["RowPages", "attend_decode", "attend_prefill", "attend_tile", "row_pages", "store_kv"]
+__all__ = [
+    "RowPages",
+    "attend_decode",
+    "attend_prefill",
+    "attend_tile",
+    "decode_rows",
+    "prefill_rows",
+    "prepare_rows",
+    "row_pages",
+    "store_kv",
+]
 
 
 def store_kv(
