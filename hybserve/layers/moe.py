@@ -6,7 +6,6 @@ Legend: T tokens, D model dim, E experts, F this rank's part of an expert's widt
 import torch
 from hybserve_kernels.linear import linear
 from hybserve_kernels.moe import experts, experts_whole, moe_rows, route
-from hybserve_kernels.rms_norm import add_rms_norm
 
 from hybserve.layers.linear import Linear
 from hybserve.layers.mlp import Mlp
@@ -50,7 +49,7 @@ class Moe:
         """Add the block's output for the norm of the residual stream to it, in place (Triton form)."""
         self._mesh.require_single()
         assert context.step is not None
-        x_TD = add_rms_norm(hidden_TD, None, norm.scale, norm.eps)
+        x_TD = norm(hidden_TD)
         shared = () if self._shared is None else (self._shared.of(x_TD), linear(x_TD, self._shared_gate.weight))
         scores_TE = linear(x_TD, self._router.weight)
         hidden_TD += moe_rows(

@@ -1,7 +1,7 @@
 """RMS norms: zero-centred over the model dim, gated over the value dim of recurrent layers."""
 
 import torch
-from hybserve_kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_gated
+from hybserve_kernels.rms_norm import rms_norm, rms_norm_gated
 
 from hybserve.layers.params import Params
 
@@ -18,10 +18,6 @@ class RMSNorm:
 
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
         return rms_norm(x_TD, self.scale, self.eps)
-
-    def of(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """The same (Triton form)."""
-        return add_rms_norm(hidden_TD, None, self.scale, self.eps)
 
 
 class HeadNorms:

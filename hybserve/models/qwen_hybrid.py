@@ -131,7 +131,7 @@ class QwenHybrid(Model):
         frequencies = None if self._rotary is None else self._rotary.frequencies
         for layer in self._layers:
             layer.add_to(hidden_TD, context, frequencies)
-        return hidden_TD if self._norm is None else self._norm.of(hidden_TD)
+        return hidden_TD if self._norm is None else self._norm(hidden_TD)
 
     def _logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         assert self._head is not None, "only the last stage has logits"

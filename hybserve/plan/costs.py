@@ -22,6 +22,10 @@ _SCORED_BYTES, _SAMPLED_BYTES = 8, 28
 #: Tile of the chunked recurrent scan.
 SCAN_TILE = 64
 
+#: Seconds that a prefill chunk may keep running decodes waiting, and the floating-point operations a second of such
+#: chunks on a GPU (an H200 reaches this with 16-bit weights).
+DECODE_STALL, PREFILL_RATE = 0.030, 600e12
+
 CUBLAS_WORKSPACE = 32 * MIB
 GRAPH_MEMORY = 256 * MIB
 NCCL_BUFFERS = 256 * MIB
@@ -74,6 +78,29 @@ def model_bytes(spec: ModelSpec, dtypes: Dtypes) -> ModelBytes:
         state_slot_per_layer=per_layer,
         kv_per_token=kv * spec.attention_layers,
     )
+
+
+def matrix_flops(spec: ModelSpec) -> int:
+    """Floating-point operations of one token in the matrix products of all layers: 2 for every weight it meets."""
+    hidden, weights = spec.hidden, 0
+    for layer in spec.layers:
+        if layer.mixer == "attention":
+            assert spec.attention is not None
+            query = spec.attention.q_heads * spec.attention.head_dim
+            key = spec.attention.kv_heads * spec.attention.head_dim
+            weights += hidden * ((3 if spec.attention.output_gate else 2) * query + 2 * key)
+        else:
+            assert spec.gated_delta is not None
+            delta = spec.gated_delta
+            keys, values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
+            weights += hidden * (2 * keys + 3 * values + 2 * delta.value_heads)
+        if layer.mlp == "dense":
+            weights += 3 * hidden * spec.ffn
+        else:
+            assert spec.moe is not None
+            moe = spec.moe
+            weights += hidden * (moe.experts + 3 * moe.top_k * moe.expert_ffn + 3 * moe.shared_ffn)
+    return 2 * weights
 
 
 def checkpoint_cost_tokens(bytes_: ModelBytes, page_size: int) -> int:

@@ -25,6 +25,7 @@ class EngineLimits(msgspec.Struct, frozen=True):
     stateful: bool = True  # has recurrent layers: a hit needs a checkpoint
     slot_price: float = 1.0  # bytes of a slot in units of a page's bytes, whole model
     checkpoint_every: int = 0  # spacing of the checkpoint grid in tokens; 0 = none
+    prefill_beside: int = 0  # most prefill tokens of a step in which sequences decode; 0 = as many as the step has
     cuda: bool = False  # model and pools live on a GPU
     graphs: bool = True  # steps run from captured graphs there
 

@@ -166,7 +166,7 @@ class DeviceExecutor:
 
     def _copy(self, states_X2: torch.Tensor, pages_X2: torch.Tensor) -> None:
         for runs, pairs_X2 in ((self._pools.slots, states_X2), (self._pools.pages, pages_X2)):
-            if len(pairs_X2):
+            if len(pairs_X2) and runs.shape[1]:
                 copy_runs(runs, pairs_X2)
 
     def _copies_only(self, plan: StepPlan) -> None:
@@ -231,6 +231,9 @@ class DeviceExecutor:
                 launched.scored.append((row, [top] * (high - low), scores))
 
     def _export(self, lists: Lists, results: _Results) -> None:
+        if not self._pools.slots.shape[1]:  # no recurrent layer on this rank
+            results.exports[: len(lists.exported_X)] = True
+            return
         if len(lists.state_exports_X2):
             copy_runs(self._pools.slots, lists.state_exports_X2)
         finite_X = runs_finite(self._pools.slots, lists.exported_X, self._cells)

@@ -137,7 +137,7 @@ class StepMaker:
         """The next prefill chunk of the running sequence at ``position``: what budget and free pages allow, or none."""
         limits, running = self._limits, self._running
         start = sequence.planned
-        spare = limits.step_tokens - len(draft.rows) - self._decode_demand(position) - draft.chunk_tokens
+        spare = self._spare(draft, len(draft.rows) + self._decode_demand(position))
         end = chunk_end(start, sequence.fill, limits.page_size, min(limits.prefill_chunk, spare))
         if end <= start:
             return
@@ -150,6 +150,14 @@ class StepMaker:
             pages = running.grow(sequence, min(needed, running.pages.available))
             end = min(end, sequence.capacity)
         self._add_chunk(draft, sequence, end, pages)
+
+    def _spare(self, draft: _Draft, decoding: int) -> int:
+        """Prefill tokens that the step still has room for beside ``decoding`` rows that must not wait long for it."""
+        limits = self._limits
+        most = limits.step_tokens - decoding
+        if decoding and limits.prefill_beside:
+            most = min(most, limits.prefill_beside)
+        return most - draft.chunk_tokens
 
     def _decode_demand(self, position: int) -> int:
         """Most rows that sequences from ``position`` on can take in this step for decoding."""
@@ -242,7 +250,7 @@ class StepMaker:
         limits, running, waiting = self._limits, self._running, self._waiting
         place = 0
         while place < len(waiting):
-            spare = limits.step_tokens - len(draft.rows) - draft.chunk_tokens
+            spare = self._spare(draft, len(draft.rows))
             lead = waiting.at(place)
             if spare <= 0 or lead.resume_after > settled or not running.has_seats(len(lead.group)):
                 return

@@ -4,6 +4,7 @@ cut, shared and parked, every request gets what transformers computes for it alo
 
 from functools import cache
 
+import msgspec
 import pytest
 import torch
 
@@ -56,7 +57,10 @@ def make_limits(**changes) -> EngineLimits:
 
 def make_engine(subject: DeviceSubject, limits: EngineLimits, model=None) -> Engine:
     model = model or subject.device_model
-    runner = Runner(model, subject.spec, split_ranks(subject.spec)[0], limits, device=DEVICE, poison=True)
+    limits = msgspec.structs.replace(limits, stateful=subject.spec.recurrent_layers > 0)
+    # pages that a sequence leaves may live on in the tree: only without one can they be poisoned
+    poison = not limits.prefix
+    runner = Runner(model, subject.spec, split_ranks(subject.spec)[0], limits, device=DEVICE, poison=poison)
     if limits.graphs:
         runner.warm_up()
     scheduler, text = Scheduler(limits, 100, None, clock=lambda: 0.0), Text()

@@ -1,6 +1,6 @@
 import pytest
 
-from hybserve.plan.costs import Dtypes, StepShape, checkpoint_cost_tokens, model_bytes, transients
+from hybserve.plan.costs import Dtypes, StepShape, checkpoint_cost_tokens, matrix_flops, model_bytes, transients
 from hybserve.plan.result import ModelBytes
 from hybserve.spec.split import split_ranks
 
@@ -35,6 +35,11 @@ def test_golden_bytes_of_the_whole_model(golden_spec):
     assert full == ModelBytes(state_slot=48 * 817_152 * 4, state_slot_per_layer=817_152 * 4, kv_per_token=32_768)
     half = model_bytes(golden_spec, Dtypes("bfloat16", "bfloat16", "bfloat16", "bfloat16"))
     assert half.state_slot == 78_446_592
+
+
+def test_products_of_a_token(make_spec):
+    spec = make_spec("ddda" * 8, D=4096, F=12288, C=248320, H=16, J=4, d=256, I=16, U=32, K=128, V=128)
+    assert matrix_flops(spec) == pytest.approx(13.84e9, rel=1e-3)
 
 
 def test_models_with_one_kind_of_layer(make_spec):

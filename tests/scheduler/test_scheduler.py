@@ -76,6 +76,20 @@ def test_full_prompt_pages_are_shared_by_the_choices_and_the_partial_one_is_copi
     assert tables[0][2] != tables[1][2]
 
 
+def test_prefill_beside_decodes_is_bounded_and_alone_it_is_not() -> None:
+    rig = Rig(step_tokens=32, prefill_chunk=32, prefill_beside=8, max_seq_len=64, kv_pages=60)
+    rig.ask(1, 30, max_tokens=12)
+    rig.turn()
+    rig.ask(2, 30, max_tokens=1)
+    rig.ask(3, 20, max_tokens=1)
+    rig.drain()
+    assert rig.runner.plans[0].counts == [30]
+    beside = [sum(plan.counts[1:]) for plan in rig.runner.plans[1:] if len(plan.counts) > 1]
+    assert beside[:3] == [8, 8, 8]
+    assert max(beside) == 8
+    rig.right([1, 2, 3])
+
+
 def test_prefill_and_decode_ride_in_one_step_under_step_tokens() -> None:
     rig = Rig(step_tokens=8, prefill_chunk=8)
     rig.ask(1, 3, max_tokens=20)
