@@ -10,7 +10,8 @@ from functools import partial
 
 import torch
 from hybserve_kernels.sampling import SamplingTable, gather_tokens, greedy_rows, logprob_rows, remember, sample_rows
-from hybserve_kernels.sampling.gpu.greedy import Shape, shape_of
+from hybserve_kernels.sampling.gpu import greedy
+from hybserve_kernels.sampling.gpu import sample as sampling
 
 from bench.kernels import Row
 from bench.kernels.timing import microseconds, rounds_of
@@ -22,12 +23,16 @@ from hybserve.runner.sequences import Sequence
 DEVICE = "cuda"
 VOCAB = 248_320
 SHAPES = [
-    Shape(*shape)
+    greedy.Shape(*shape)
     for shape in (
         (1024, 1024, 2), (1024, 1024, 4), (2048, 2048, 4), (2048, 2048, 8), (4096, 2048, 4), (4096, 2048, 8),
         (4096, 4096, 8), (8192, 2048, 4), (8192, 4096, 8), (16384, 4096, 8),
     )
 ]  # fmt: skip
+SAMPLE_SHAPES = [
+    sampling.Shape(*shape)
+    for shape in ((4096, 16, 16), (4096, 16, 8), (4096, 8, 4), (2048, 8, 8), (2048, 4, 4), (8192, 16, 16))
+]
 KINDS = {
     "argmax": SamplingParams(temperature=0.0),
     "temperature": SamplingParams(temperature=0.8, seed=3),
@@ -59,7 +64,7 @@ def started(seq: int, params: SamplingParams, prompt: list[int]) -> Sequence:
 
 
 def check() -> None:
-    for shape in [*SHAPES, shape_of(1), shape_of(256)]:
+    for shape in [*SHAPES, greedy.shape_of(1), greedy.shape_of(256)]:
         for dtype in (torch.bfloat16, torch.float32):
             logits = flat(9, dtype)
             tokens, finite = greedy_rows(logits, shape)
@@ -90,12 +95,16 @@ def measure() -> list[Row]:
     for count in (1, 8, 64, 256):
         shapes = SHAPES if os.environ.get("SWEEP") else []
         rows += [_argmax(count, shape, f"argmax {shape.piece}/{shape.block}/{shape.warps}w") for shape in shapes]
-        rows.append(_argmax(count, shape_of(count), "argmax alone"))
+        rows.append(_argmax(count, greedy.shape_of(count), "argmax alone"))
     for count in (1, 64, 256):
         for name, params in KINDS.items():
             rows.append(_sampled(count, name, params, "peaked"))
         rows.append(_sampled(count, "top-p 0.95", KINDS["top-p 0.95"], "flat"))
     rows.append(_sampled(64, "top-k 20, top-p 0.8", KINDS["top-k 20, top-p 0.8"], "flat"))
+    for shape in SAMPLE_SHAPES if os.environ.get("SWEEP") else []:
+        for name in ("argmax", "temperature", "top-p 0.95"):
+            label = f"{name} {shape.piece}/{shape.survey_warps}/{shape.draw_warps}"
+            rows.append(_sampled(64, name, KINDS[name], "peaked", shape)._replace(variant=label))
     for count in (256, 8192):
         ids = torch.randint(-1, 1000, (count,), dtype=torch.int32, device=DEVICE)
         seqs = torch.arange(count, dtype=torch.int32, device=DEVICE) % 256
@@ -112,14 +121,14 @@ def measure() -> list[Row]:
     return rows
 
 
-def _argmax(count: int, shape: Shape, name: str) -> Row:
+def _argmax(count: int, shape: greedy.Shape, name: str) -> Row:
     bytes_read = count * VOCAB * 2
     logits = [peaked(count) for _ in range(min(rounds_of(bytes_read), 24))]
     calls = [partial(greedy_rows, some, shape) for some in logits]
     return Row("sampling", f"R={count}", name, microseconds(calls, 10), bytes_read)
 
 
-def _sampled(count: int, name: str, params: SamplingParams, what: str) -> Row:
+def _sampled(count: int, name: str, params: SamplingParams, what: str, shape: sampling.Shape = sampling.SHAPE) -> Row:
     bytes_read = count * VOCAB * 2
     logits = [(peaked if what == "peaked" else flat)(count) for _ in range(min(rounds_of(bytes_read), 24))]
     table = SamplingTable(count, VOCAB, DEVICE)
@@ -127,7 +136,7 @@ def _sampled(count: int, name: str, params: SamplingParams, what: str) -> Row:
         table.set(seq, params, 77 + seq, list(range(0, 2000, 3)))
     seqs = torch.arange(count, dtype=torch.int32, device=DEVICE)
     outputs = torch.full_like(seqs, 5)
-    calls = [partial(sample_rows, some, seqs, outputs, table) for some in logits]
+    calls = [partial(sample_rows, some, seqs, outputs, table, shape) for some in logits]
     return Row("sampling", f"R={count} {what}", name, microseconds(calls, 5), bytes_read)
 
 

@@ -23,6 +23,7 @@ from hybserve_kernels.sampling import (
     token_logprobs,
 )
 from hybserve_kernels.sampling.gpu.noise import gumbel as device_gumbel
+from hybserve_kernels.sampling.gpu.noise import gumbel_about
 from hybserve_kernels.sampling.gpu.noise import position_key as device_position_key
 from hybserve_kernels.sampling.noise import gumbel
 
@@ -133,21 +134,25 @@ def test_a_row_that_is_not_finite_gives_the_safe_token(bad, at):
 
 
 @triton.jit
-def _noise_kernel(stream_ptr, positions_ptr, ids_ptr, out_ptr, COUNT: tl.constexpr):
+def _noise_kernel(stream_ptr, positions_ptr, ids_ptr, out_ptr, about_ptr, COUNT: tl.constexpr):
     at = tl.arange(0, COUNT)
     key = device_position_key(tl.load(stream_ptr), tl.load(positions_ptr + tl.program_id(0)))
-    tl.store(out_ptr + tl.program_id(0) * COUNT + at, device_gumbel(key, tl.load(ids_ptr + at)))
+    ids = tl.load(ids_ptr + at)
+    tl.store(out_ptr + tl.program_id(0) * COUNT + at, device_gumbel(key, ids))
+    tl.store(about_ptr + tl.program_id(0) * COUNT + at, gumbel_about(key, ids))
 
 
 def test_the_noise_is_that_of_the_specification():
     stream = stream_key(77, 3)
-    ids = torch.randint(0, 1 << 20, (64,), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
-    positions = [0, 1, 2, 4095, 2_000_000_000]
-    out = torch.empty(len(positions), 64, dtype=torch.float64, device=DEVICE)
+    ids = torch.randint(0, 1 << 20, (4096,), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    positions = [0, 1, 4095, 2_000_000_000]
+    out = torch.empty(len(positions), len(ids), dtype=torch.float64, device=DEVICE)
+    about = torch.empty_like(out, dtype=torch.float32)
     signed = torch.tensor([stream - (1 << 64) if stream >> 63 else stream], device=DEVICE)
-    _noise_kernel[(len(positions),)](signed, ints(positions), ids.to(DEVICE), out, 64)
+    _noise_kernel[(len(positions),)](signed, ints(positions), ids.to(DEVICE), out, about, len(ids))
     keys = torch.tensor([position_key(stream, position) for position in positions])
     torch.testing.assert_close(out.cpu(), gumbel(keys, ids.long()), rtol=1e-14, atol=1e-14)
+    assert float((about - out).abs().max()) < 1e-4
 
 
 KINDS = [

@@ -6,7 +6,9 @@
    that no token below survives; the chunks whose largest logit stands above it are gathered, the filters are applied to
    their tokens above the edge, and the row is drawn.
 3. search: where those are too many, the cut is searched in the whole row.
-4. draw, 5. choose: rows that are left are drawn over the whole vocabulary behind the cut.
+4. draw: rows that are left get their noise over the whole vocabulary behind the cut, in fp32, for the best of every
+   chunk.
+5. choose: the one or two chunks that may hold the best token are gone through again in fp64.
 
 What is kept is told by one integer: the order of a token is (logit, lower id first) in 52 bits, and a token is kept if
 its order is not below the row's cut. The specification is reference.py.
@@ -14,23 +16,41 @@ its order is not below the row's cut. The specification is reference.py.
 Legend: R rows, C vocabulary, S sequence indices, N pieces of a row, M chunks of a row.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from hybserve_kernels.sampling.gpu.greedy import finite, first_best
-from hybserve_kernels.sampling.gpu.noise import gumbel, position_key
+from hybserve_kernels.sampling.gpu.noise import gumbel, gumbel_about, position_key
 from hybserve_kernels.sampling.gpu.shape import heat_of, number, order_of, shape, value_of
 from hybserve_kernels.sampling.gpu.table import FLOOR, PENALISED, STREAM, TEMPERATURE, TOP_K, TOP_P, SamplingTable
 
-#: Logits of a piece and of a chunk; chunks that are gathered at a time; most candidates of a row.
-_PIECE, _CHUNK, _GATHER, _CANDIDATES = 4096, 128, 32, 4096
+
+class Shape(NamedTuple):
+    """Logits of a piece, and the warps that survey it and draw in it."""
+
+    piece: int
+    survey_warps: int
+    draw_warps: int
+
+
+SHAPE = Shape(4096, 8, 8)
+#: Logits of a chunk; chunks that are gathered at a time; most candidates of a row.
+_CHUNK, _GATHER, _CANDIDATES = 128, 32, 4096
+#: Logits that the search reads at a time.
+_STRETCH = 4096
 #: Candidates that most rows have at most.
 _FEW = tl.constexpr(1024)
 _ORDER_BITS = tl.constexpr(52)
 _ID_BITS = tl.constexpr(20)
 #: In place of a cut: the row is done, or its cut must be searched.
 _DONE, _OPEN = tl.constexpr(-1), tl.constexpr(-2)
+#: Noise lies between -3.7 and 37.5, so no token this far below the likeliest (in nats) is ever drawn.
+_HOPELESS = tl.constexpr(-42.0)
+#: More than the scores of the draw can be off.
+_SLACK = tl.constexpr(0.004)
 
 
 @triton.jit
@@ -205,7 +225,7 @@ def _draw_of(candidates_ptr, found, record_ptr, high, total, counted, output, MO
 @triton.jit
 def _search_kernel(
     logits_ptr, stride_r, seqs_ptr, outputs_ptr, records_ptr, record_words, counts_ptr, counts_words,
-    best_ptr, at_ptr, high_ptr, total_ptr, cut_ptr, vocab, pieces, PIECES: tl.constexpr, PIECE: tl.constexpr,
+    best_ptr, at_ptr, high_ptr, total_ptr, cut_ptr, vocab, pieces, PIECES: tl.constexpr, STRETCH: tl.constexpr,
 ):  # fmt: skip
     """The cut of rows that are open."""
     row = tl.program_id(0)
@@ -223,15 +243,15 @@ def _search_kernel(
     cut = tl.full([], 0, tl.int64)
     if (top_k > 0) & (top_k < vocab):
         goal = top_k.to(tl.float64)
-        cut = _search(row_ptr, record_ptr, row_counts_ptr, output, vocab, high, cut, goal, False, PIECE)
-        held = tl.zeros([PIECE], tl.float64)
-        for low in range(0, vocab, PIECE):
-            order, weights = _weigh(row_ptr, record_ptr, row_counts_ptr, output, low, vocab, high, PIECE)
+        cut = _search(row_ptr, record_ptr, row_counts_ptr, output, vocab, high, cut, goal, False, STRETCH)
+        held = tl.zeros([STRETCH], tl.float64)
+        for low in range(0, vocab, STRETCH):
+            order, weights = _weigh(row_ptr, record_ptr, row_counts_ptr, output, low, vocab, high, STRETCH)
             held += tl.where(order >= cut, weights, 0.0)
         total = tl.sum(held, 0)
     if top_p < 1.0:
         goal = top_p * total
-        nucleus = _search(row_ptr, record_ptr, row_counts_ptr, output, vocab, high, cut, goal, True, PIECE)
+        nucleus = _search(row_ptr, record_ptr, row_counts_ptr, output, vocab, high, cut, goal, True, STRETCH)
         cut = tl.maximum(cut, nucleus)
     piece = tl.arange(0, PIECES)
     bests = tl.load(best_ptr + row * pieces + piece, mask=piece < pieces, other=float("-inf"))
@@ -241,9 +261,9 @@ def _search_kernel(
 
 
 @triton.jit
-def _weigh(row_ptr, record_ptr, counts_ptr, output, low, vocab, high, PIECE: tl.constexpr):
-    """Orders (-1 beyond the row) and softmax weights of a piece."""
-    ids = low + tl.arange(0, PIECE)
+def _weigh(row_ptr, record_ptr, counts_ptr, output, low, vocab, high, STRETCH: tl.constexpr):
+    """Orders (-1 beyond the row) and softmax weights of a stretch."""
+    ids = low + tl.arange(0, STRETCH)
     mask = ids < vocab
     values = tl.load(row_ptr + ids, mask=mask, other=0.0).to(tl.float32)
     values = shape(values, ids, mask, record_ptr, counts_ptr, output)
@@ -253,7 +273,7 @@ def _weigh(row_ptr, record_ptr, counts_ptr, output, low, vocab, high, PIECE: tl.
 
 @triton.jit
 def _search(
-    row_ptr, record_ptr, counts_ptr, output, vocab, high, least, goal, WEIGH: tl.constexpr, PIECE: tl.constexpr
+    row_ptr, record_ptr, counts_ptr, output, vocab, high, least, goal, WEIGH: tl.constexpr, STRETCH: tl.constexpr
 ):
     """The largest order such that the tokens from it on (and from ``least`` on) are ``goal`` or more, or weigh as much.
     Two bits of it a pass."""
@@ -261,13 +281,13 @@ def _search(
     above = tl.full([], 0.0, tl.float64)
     for step in range(_ORDER_BITS // 2):
         shift = _ORDER_BITS - 2 - 2 * step
-        sum_1 = tl.zeros([PIECE], tl.float64)
-        sum_2 = tl.zeros([PIECE], tl.float64)
-        sum_3 = tl.zeros([PIECE], tl.float64)
-        for low in range(0, vocab, PIECE):
-            order, weights = _weigh(row_ptr, record_ptr, counts_ptr, output, low, vocab, high, PIECE)
+        sum_1 = tl.zeros([STRETCH], tl.float64)
+        sum_2 = tl.zeros([STRETCH], tl.float64)
+        sum_3 = tl.zeros([STRETCH], tl.float64)
+        for low in range(0, vocab, STRETCH):
+            order, weights = _weigh(row_ptr, record_ptr, counts_ptr, output, low, vocab, high, STRETCH)
             if not WEIGH:
-                weights = tl.full([PIECE], 1.0, tl.float64)
+                weights = tl.full([STRETCH], 1.0, tl.float64)
             digit = (order >> shift) - (cut >> shift)  # the cut's lower bits are not set yet
             weights = tl.where(order >= least, weights, 0.0)
             sum_1 += tl.where(digit == 1, weights, 0.0)
@@ -285,46 +305,72 @@ def _search(
 @triton.jit
 def _draw_kernel(
     logits_ptr, stride_r, seqs_ptr, outputs_ptr, records_ptr, record_words, counts_ptr, counts_words,
-    best_ptr, high_ptr, cut_ptr, score_ptr, at_ptr,
-    vocab, pieces, PIECE: tl.constexpr,
+    best_ptr, high_ptr, cut_ptr, score_ptr,
+    vocab, pieces, chunks, PIECE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
+    """The largest score of every chunk, about: logit over temperature + noise."""
     piece, row = tl.program_id(0), tl.program_id(1)
     cut = tl.load(cut_ptr + row)
     if cut < 0:
         return
-    out = row * pieces + piece
-    if order_of(tl.load(best_ptr + out), 0) < cut:
-        tl.store(score_ptr + out, float("-inf"))
-        return
     seq = tl.load(seqs_ptr + row).to(tl.int64)
     record_ptr = records_ptr + seq * record_words
+    high = tl.load(high_ptr + row)
+    best = tl.load(best_ptr + row * pieces + piece)
+    chunk = piece * (PIECE // CHUNK) + tl.arange(0, PIECE // CHUNK)
+    row_score_ptr = score_ptr + row.to(tl.int64) * chunks
+    if (order_of(best, 0) < cut) | (heat_of(best, high, record_ptr) < _HOPELESS):
+        tl.store(row_score_ptr + chunk, float("-inf"), mask=chunk < chunks)
+        return
     output = tl.load(outputs_ptr + row)
     ids = piece * PIECE + tl.arange(0, PIECE)
     mask = ids < vocab
     values = tl.load(logits_ptr + row.to(tl.int64) * stride_r + ids, mask=mask, other=0.0).to(tl.float32)
     values = shape(values, ids, mask, record_ptr, counts_ptr + seq * counts_words, output)
-    scaled = heat_of(values, tl.load(high_ptr + row), record_ptr)
+    scaled = heat_of(values, high, record_ptr)
     kept = mask & (order_of(values, ids) >= cut) & (scaled >= number(record_ptr + FLOOR))
     key = position_key(tl.load(record_ptr + STREAM), output)
-    score, token = first_best(tl.where(kept, scaled + gumbel(key, ids), float("-inf")), ids, 0x7FFFFFFF)
-    tl.store(score_ptr + out, score)
-    tl.store(at_ptr + out, token)
+    scores = tl.where(kept, scaled.to(tl.float32) + gumbel_about(key, ids), float("-inf"))
+    tops = tl.max(tl.reshape(scores, [PIECE // CHUNK, CHUNK]), 1)
+    tl.store(row_score_ptr + chunk, tops, mask=chunk < chunks)
 
 
 @triton.jit
 def _choose_kernel(
-    seqs_ptr, records_ptr, record_words, counts_ptr, counts_words, cut_ptr, score_ptr, at_ptr, tokens_ptr, pieces,
-    PIECES: tl.constexpr,
+    logits_ptr, stride_r, seqs_ptr, outputs_ptr, records_ptr, record_words, counts_ptr, counts_words,
+    high_ptr, cut_ptr, score_ptr, tokens_ptr, vocab, chunks, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    if tl.load(cut_ptr + row) < 0:
+    cut = tl.load(cut_ptr + row)
+    if cut < 0:
         return
     seq = tl.load(seqs_ptr + row).to(tl.int64)
-    piece = tl.arange(0, PIECES)
-    scores = tl.load(score_ptr + row * pieces + piece, mask=piece < pieces, other=float("-inf"))
-    ids = tl.load(at_ptr + row * pieces + piece, mask=piece < pieces, other=0x7FFFFFFF)
-    _, token = first_best(scores, ids, 0)
-    _take(token, row, records_ptr + seq * record_words, counts_ptr + seq * counts_words, tokens_ptr)
+    record_ptr = records_ptr + seq * record_words
+    row_counts_ptr = counts_ptr + seq * counts_words
+    row_ptr = logits_ptr + row.to(tl.int64) * stride_r
+    output = tl.load(outputs_ptr + row)
+    high = tl.load(high_ptr + row)
+    key = position_key(tl.load(record_ptr + STREAM), output)
+    chunk = tl.arange(0, CHUNKS)
+    scores = tl.load(score_ptr + row.to(tl.int64) * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
+    top = tl.max(scores, 0)
+    # where nothing is left at all, no chunk
+    standing = tl.where((scores >= top - _SLACK) & (scores > float("-inf")), chunk, CHUNKS)
+    best = tl.full([], float("-inf"), tl.float64)
+    token = tl.full([], 0, tl.int32)
+    for _ in range(tl.sum((standing < CHUNKS).to(tl.int32), 0)):
+        which = tl.min(standing, 0)  # ascending, so that of equal scores the lower id stays
+        standing = tl.where(standing == which, CHUNKS, standing)
+        ids = which * CHUNK + tl.arange(0, CHUNK)
+        mask = ids < vocab
+        values = tl.load(row_ptr + ids, mask=mask, other=0.0).to(tl.float32)
+        values = shape(values, ids, mask, record_ptr, row_counts_ptr, output)
+        scaled = heat_of(values, high, record_ptr)
+        kept = mask & (order_of(values, ids) >= cut) & (scaled >= number(record_ptr + FLOOR))
+        score, first = first_best(tl.where(kept, scaled + gumbel(key, ids), float("-inf")), ids, 0)
+        token = tl.where(score > best, first, token)
+        best = tl.where(score > best, score, best)
+    _take(token, row, record_ptr, row_counts_ptr, tokens_ptr)
 
 
 @triton.jit
@@ -337,7 +383,11 @@ def _take(token, row, record_ptr, counts_ptr, tokens_ptr):
 
 
 def sample_rows(
-    logits_RC: torch.Tensor, seqs_R: torch.Tensor, outputs_R: torch.Tensor, table: SamplingTable
+    logits_RC: torch.Tensor,
+    seqs_R: torch.Tensor,
+    outputs_R: torch.Tensor,
+    table: SamplingTable,
+    shape: Shape = SHAPE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token per row, int64 [R], as the records of ``table`` ask for, and whether its logits were finite, bool [R].
 
@@ -353,7 +403,7 @@ def sample_rows(
     finite_R = torch.empty(rows, dtype=torch.bool, device=device)
     if not rows:
         return tokens_R, finite_R
-    pieces, chunks = triton.cdiv(vocab, _PIECE), triton.cdiv(vocab, _CHUNK)
+    pieces, chunks = triton.cdiv(vocab, shape.piece), triton.cdiv(vocab, _CHUNK)
     best_RN = torch.empty(rows, pieces, dtype=torch.float32, device=device)
     at_RN = torch.empty(rows, pieces, dtype=torch.int32, device=device)
     good_RN = torch.empty(rows, pieces, dtype=torch.int8, device=device)
@@ -361,31 +411,35 @@ def sample_rows(
     mass_RM = torch.empty(rows, chunks, dtype=torch.float64, device=device)
     list_RM = torch.empty(rows, chunks, dtype=torch.int32, device=device)
     candidates_R = torch.empty(rows, _CANDIDATES, dtype=torch.int64, device=device)
-    score_RN = torch.empty(rows, pieces, dtype=torch.float64, device=device)
     high_R = torch.empty(rows, dtype=torch.float64, device=device)
     total_R = torch.empty(rows, dtype=torch.float64, device=device)
     cut_R = torch.empty(rows, dtype=torch.int64, device=device)
     records, counts = table.records_S, table.counts_SC
-    inputs = (logits_RC, logits_RC.stride(0), seqs_R, outputs_R)
-    book = (records, records.stride(0), counts, counts.stride(0))
-    padded = triton.next_power_of_2(pieces)
+    inputs = (
+        logits_RC, logits_RC.stride(0), seqs_R, outputs_R, records, records.stride(0), counts, counts.stride(0)
+    )  # fmt: skip
+    padded_pieces, padded_chunks = triton.next_power_of_2(pieces), triton.next_power_of_2(chunks)
     _survey_kernel[(pieces, rows)](
-        *inputs, *book, best_RN, at_RN, good_RN, mass_RM, maxima_RM, vocab, pieces, chunks, _PIECE, _CHUNK,
-        num_warps=8, enable_fp_fusion=False,
+        *inputs, best_RN, at_RN, good_RN, mass_RM, maxima_RM, vocab, pieces, chunks, shape.piece, _CHUNK,
+        num_warps=shape.survey_warps, enable_fp_fusion=False,
     )  # fmt: skip
     _cut_kernel[(rows,)](
-        *inputs, *book, best_RN, at_RN, good_RN, mass_RM, maxima_RM, list_RM, candidates_R,
+        *inputs, best_RN, at_RN, good_RN, mass_RM, maxima_RM, list_RM, candidates_R,
         tokens_R, finite_R.view(torch.int8), high_R, total_R, cut_R,
-        vocab, pieces, chunks, padded, triton.next_power_of_2(chunks), _PIECE, _CHUNK, _GATHER, _CANDIDATES,
+        vocab, pieces, chunks, padded_pieces, padded_chunks, shape.piece, _CHUNK, _GATHER, _CANDIDATES,
         num_warps=16, enable_fp_fusion=False,
     )  # fmt: skip
     _search_kernel[(rows,)](
-        *inputs, *book, best_RN, at_RN, high_R, total_R, cut_R, vocab, pieces, padded, _PIECE,
+        *inputs, best_RN, at_RN, high_R, total_R, cut_R, vocab, pieces, padded_pieces, _STRETCH,
         num_warps=16, enable_fp_fusion=False,
     )  # fmt: skip
+    score_RM = maxima_RM
     _draw_kernel[(pieces, rows)](
-        *inputs, *book, best_RN, high_R, cut_R, score_RN, at_RN, vocab, pieces, _PIECE,
-        num_warps=8, enable_fp_fusion=False,
+        *inputs, best_RN, high_R, cut_R, score_RM, vocab, pieces, chunks, shape.piece, _CHUNK,
+        num_warps=shape.draw_warps, enable_fp_fusion=False,
     )  # fmt: skip
-    _choose_kernel[(rows,)](seqs_R, *book, cut_R, score_RN, at_RN, tokens_R, pieces, padded, num_warps=1)
+    _choose_kernel[(rows,)](
+        *inputs, high_R, cut_R, score_RM, tokens_R, vocab, chunks, padded_chunks, _CHUNK,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
     return tokens_R, finite_R
