@@ -87,7 +87,20 @@ def check() -> None:
                 expected = sample(logits.cpu(), sequences, [step] * rows).tokens
                 assert tokens.tolist() == expected.tolist(), f"{make.__name__} {dtype} step {step}"
                 assert bool(finite.all())
+    _check_shapes(prompt)
     logprob_rows(flat(4), tokens[:4], 5)
+
+
+def _check_shapes(prompt: list[int]) -> None:
+    """Every shape of launch gives the same tokens."""
+    logits, found = flat(len(KINDS)), []
+    seqs = torch.arange(len(KINDS), dtype=torch.int32, device=DEVICE)
+    for shape in [sampling.SHAPE, *(SAMPLE_SHAPES if os.environ.get("SWEEP") else [])]:
+        table = SamplingTable(len(KINDS), VOCAB, DEVICE)
+        for seq, params in enumerate(KINDS.values()):
+            table.set(seq, params, 99, prompt)
+        found.append(sample_rows(logits, seqs, seqs, table, shape)[0].tolist())
+    assert all(tokens == found[0] for tokens in found), found
 
 
 def measure() -> list[Row]:
