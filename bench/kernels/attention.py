@@ -5,7 +5,10 @@
 
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
@@ -13,6 +16,7 @@ import torch
 from hybserve_kernels import rotary
 from hybserve_kernels.attention import decode_rows, prefill_rows, prepare_rows, reference
 from hybserve_kernels.attention.gpu import decode, prefill
+from hybserve_kernels.attention.gpu.prefill_hopper import prefill_rows_hopper
 from hybserve_kernels.rows import TILE, DecodeRows, PrefillRows
 
 from bench.kernels import Row
@@ -41,7 +45,7 @@ DECODE_SWEEP = [
 ]
 PREFILL_SWEEP = [
     prefill.Shape(*shape)
-    for shape in [(128, 64, 8, 2), (128, 32, 8, 3), (128, 32, 8, 4), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 3)]
+    for shape in [(128, 64, 8, 2), (128, 64, 8, 3), (128, 32, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 3)]
 ]
 DECODE_PEERS = {
     (1, 4096): 15.7,
@@ -125,6 +129,7 @@ def _q_gate_out(
 def check() -> None:
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
+    hopper = ThreadPoolExecutor(1).submit(_hopper_works)
     cases = [
         (M1, torch.bfloat16),
         (M2, torch.bfloat16),
@@ -144,6 +149,7 @@ def check() -> None:
         _prepare_call(tokens, M1)()
         _prepare_call(tokens, M2)()
     torch.cuda.synchronize()
+    print("hopper works:", hopper.result())
 
 
 def _check(
@@ -170,6 +176,31 @@ def _check(
         _compare(f"prefill {name}", batch, pool, starts, q, gate, out)
 
 
+def _hopper_works() -> bool:
+    """``check_hopper`` in a process of its own, so that one that hangs stops nothing else."""
+    command = [sys.executable, "-c", "from bench.kernels import attention; attention.check_hopper()"]
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=100)
+    except subprocess.TimeoutExpired:
+        print("hopper hangs")
+        return False
+    if done.returncode:
+        print(done.stdout[-2000:])
+    return done.returncode == 0
+
+
+def check_hopper() -> None:
+    """Of the form for warpgroups."""
+    torch.manual_seed(0)
+    for heads in (M1, M2, (8, 8, 128)):
+        lengths, starts = [1, 200, 64, 1025, 129, 700], [0, 0, 0, 0, 128, 512]
+        batch = _batch(lengths, heads, 2, torch.bfloat16)
+        pool = batch.pool_PL2JGd[:, 1]
+        q, gate, out = _q_gate_out(sum(lengths) - sum(starts) + 5, heads, torch.bfloat16)
+        prefill_rows_hopper(q, pool, _prefill(batch, starts), heads[2] ** -0.5, gate, out, 2)
+        _compare(f"hopper {heads}", batch, pool, starts, q, gate, out)
+
+
 def _compare(
     name: str,
     batch: Batch,
@@ -192,6 +223,7 @@ def _compare(
 
 def measure() -> list[Row]:
     rows = []
+    hopper = _hopper_works()
     for tokens in (1, 64, 256, 2048, 8192):
         rows.append(_time_prepare(tokens, M1))
     shapes = [(1, 300), (1, 4096), (1, 32768), (8, 4096), (8, 32768), (64, 4096), (256, 300), (256, 1024)]
@@ -212,7 +244,7 @@ def measure() -> list[Row]:
         ([1024] * 8, [0] * 8, "8x1024"),
         ([17408], [16384], "1024 after 16384"),
     ]:
-        for shape in [None, *(PREFILL_SWEEP if SWEEP else [])]:
+        for shape in [None, *([2] if hopper else []), *(PREFILL_SWEEP if SWEEP else [])]:
             peer = PREFILL_PEERS.get(lengths[0]) if not starts[0] else None
             rows.append(_time_prefill(name, lengths, starts, M1, shape, peer))
     rows.append(_time_prefill("M2 1x8192", [8192], [0], M2, None, None))
@@ -263,7 +295,7 @@ def _time_prefill(
     lengths: list[int],
     starts: list[int],
     heads: tuple[int, int, int],
-    shape: prefill.Shape | None,
+    shape: prefill.Shape | int | None,
     peer: float | None,
 ) -> Row:
     q_heads, kv_heads, dim = heads
@@ -282,5 +314,7 @@ def _time_prefill(
     return Row("attention", f"prefill {name}", _name(shape), us, traffic, flops, peer, "FA3" if peer else "")
 
 
-def _name(shape: decode.Shape | prefill.Shape | None) -> str:
+def _name(shape: decode.Shape | prefill.Shape | int | None) -> str:
+    if isinstance(shape, int):
+        return f"hopper {shape}"
     return "" if shape is None else " ".join(map(str, shape))

@@ -7,8 +7,10 @@
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -237,13 +239,59 @@ def _compile(work: list[tuple[str, Gemv | Tiles]]) -> None:
 
 
 def measure() -> list[Row]:
-    rows = []
+    rows = list(_steps())
     for shape in SHAPES:
         for count in ROWS:
             case = Case(shape, count)
             rows += list(_sweep(case) if os.environ.get("SWEEP") else _measure(case))
             del case
     return rows
+
+
+def _steps() -> Iterator[Row]:
+    """All linears of a decode step of M1 in a row, with what our functions take in: 32 layers, then the head."""
+    layers = []
+    for layer in range(32):
+        width = 10240 if layer % 4 == 3 else 12352
+        layers.append(
+            [_random(*shape).mul_(0.02) for shape in ((width, 4096), (4096, 4096), (24576, 4096), (4096, 12288))]
+        )
+    head, scale = _random(248320, 4096).mul_(0.02), torch.rand(4096, device="cuda") + 0.5
+    size = 2 * (sum(weight.numel() for layer in layers for weight in layer) + head.numel())
+
+    def ours(hidden: torch.Tensor) -> torch.Tensor:
+        for first, out, gate_up, down in layers:
+            mixed = maps.norm_linear(hidden, scale, _EPS, first)
+            maps.linear_add_(hidden, mixed[:, :4096], out)
+            maps.linear_add_(hidden, maps.norm_linear_swiglu(hidden, scale, _EPS, gate_up), down)
+        return maps.norm_linear(hidden, scale, _EPS, head)
+
+    def products(hidden: torch.Tensor) -> torch.Tensor:
+        x = hidden
+        for first, out, gate_up, down in layers:
+            x = F.linear(F.linear(x, first)[:, :4096], out)
+            x = F.linear(F.linear(x, gate_up)[:, :12288], down)
+        return F.linear(x, head)
+
+    for rows in ROWS:
+        hidden = _random(rows, 4096)
+        peer = microseconds([partial(products, hidden)], 5, 1)
+        flops, name = float(size * rows), f"M1 step {rows}"
+        us = microseconds([partial(ours, hidden)], 5, 1)
+        yield Row("linear", name, "norms, sums and all", us, size, flops, peer, "cuBLAS, products alone")
+        if os.environ.get("SWEEP"):
+            with _one_after_another():
+                us = microseconds([partial(ours, hidden)], 5, 1)
+            yield Row("linear", name, "same, no early launches", us, size, flops, peer, "cuBLAS, products alone")
+
+
+@contextmanager
+def _one_after_another() -> Iterator[None]:
+    """No kernel begins before the one before it has ended."""
+    with ExitStack() as stack:
+        for module in ("linear.gpu.gemv", "linear.gpu.tiles", "rms_norm.gpu", "swiglu.gpu"):
+            stack.enter_context(patch(f"hybserve_kernels.{module}.overlaps", lambda device: False))
+        yield
 
 
 def _row(case: Case, variant: str, us: float, peer: float) -> Row:

@@ -10,8 +10,16 @@ import torch
 import triton
 import triton.language as tl
 
-#: Programs, 32-bit words that a program moves at a time, and its warps.
-_PROGRAMS, _WORDS, _WARPS = 132 * 8, 4096, 8
+
+class Shape(NamedTuple):
+    """Programs, 32-bit words that a program moves at a time, and its warps."""
+
+    programs: int
+    words: int
+    warps: int
+
+
+SHAPE = Shape(132 * 8, 4096, 8)
 
 
 class SlotCells(NamedTuple):
@@ -85,32 +93,30 @@ def _check_kernel(
                 tl.store(bad_ptr + run, 1)
 
 
-def copy_runs(runs_PB: torch.Tensor, pairs_X2: torch.Tensor) -> None:
+def copy_runs(runs_PB: torch.Tensor, pairs_X2: torch.Tensor, shape: Shape = SHAPE) -> None:
     """Copy run ``pairs_X2[x, 0]`` to run ``pairs_X2[x, 1]`` (int32 or int64), all at once, in no order: no target may
     be part of another pair. A pair with target 0 is skipped. ``runs_PB``: uint8, B a multiple of 16."""
-    words_PW = _words(runs_PB)
-    pairs, words = pairs_X2.shape[0], words_PW.shape[1]
     assert pairs_X2.is_contiguous(), "pairs must be contiguous"
+    pairs, words = pairs_X2.shape[0], runs_PB.shape[1] // 4
     if pairs and words:
-        pieces = triton.cdiv(words, _WORDS)
-        _copy_kernel[(min(_PROGRAMS, pairs * pieces),)](
-            words_PW, words_PW.stride(0), pairs_X2, pairs, words, pieces, _WORDS, num_warps=_WARPS
+        pieces = triton.cdiv(words, shape.words)
+        _copy_kernel[(min(shape.programs, pairs * pieces),)](
+            _words(runs_PB), words, pairs_X2, pairs, words, pieces, shape.words, num_warps=shape.warps
         )
 
 
-def runs_finite(runs_SB: torch.Tensor, ids_X: torch.Tensor, cells: SlotCells) -> torch.Tensor:
+def runs_finite(runs_SB: torch.Tensor, ids_X: torch.Tensor, cells: SlotCells, shape: Shape = SHAPE) -> torch.Tensor:
     """Whether all floats of slot ``ids_X[x]`` are finite, bool [X]; true for id 0."""
-    return _check(runs_SB, ids_X, cells, copy=False)
+    return _check(runs_SB, ids_X, cells, False, shape)
 
 
-def copy_finite(runs_SB: torch.Tensor, pairs_X2: torch.Tensor, cells: SlotCells) -> torch.Tensor:
+def copy_finite(runs_SB: torch.Tensor, pairs_X2: torch.Tensor, cells: SlotCells, shape: Shape = SHAPE) -> torch.Tensor:
     """``copy_runs`` of slots that tells in the same pass whether what it copied is finite, bool [X]; true for target 0.
     Moves the layers, not what pads the slot behind them."""
-    return _check(runs_SB, pairs_X2, cells, copy=True)
+    return _check(runs_SB, pairs_X2, cells, True, shape)
 
 
-def _check(runs_SB: torch.Tensor, ids: torch.Tensor, cells: SlotCells, copy: bool) -> torch.Tensor:
-    words_SW = _words(runs_SB)
+def _check(runs_SB: torch.Tensor, ids: torch.Tensor, cells: SlotCells, copy: bool, shape: Shape) -> torch.Tensor:
     offsets = (cells.layer_bytes, cells.matrix_bytes, cells.window_offset, cells.window_bytes)
     assert not any(offset % 4 for offset in offsets), f"cells must be made of whole 32-bit words: {cells}"
     assert ids.is_contiguous(), "ids must be contiguous"
@@ -118,10 +124,10 @@ def _check(runs_SB: torch.Tensor, ids: torch.Tensor, cells: SlotCells, copy: boo
     bad_X = torch.zeros(runs, dtype=torch.int32, device=runs_SB.device)
     if runs and cells.layers:
         layer_words = cells.layer_bytes // 4
-        pieces = triton.cdiv(layer_words, _WORDS)
-        _check_kernel[(min(_PROGRAMS, runs * cells.layers * pieces),)](
-            words_SW,
-            words_SW.stride(0),
+        pieces = triton.cdiv(layer_words, shape.words)
+        _check_kernel[(min(shape.programs, runs * cells.layers * pieces),)](
+            _words(runs_SB),
+            runs_SB.shape[1] // 4,
             ids,
             bad_X,
             runs,
@@ -134,8 +140,8 @@ def _check(runs_SB: torch.Tensor, ids: torch.Tensor, cells: SlotCells, copy: boo
             *_EXPONENTS[cells.conv_dtype],
             pieces,
             copy,
-            _WORDS,
-            num_warps=_WARPS,
+            shape.words,
+            num_warps=shape.warps,
         )
     return bad_X == 0
 

@@ -7,6 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
+from hybserve_kernels.overlap import overlaps
+from hybserve_kernels.overlap.gpu import begin
+
 #: Elements that a program norms at a time, where rows are short.
 _BLOCK = 2048
 
@@ -28,12 +31,14 @@ def _rms_norm_kernel(
     BR: tl.constexpr,
     BD: tl.constexpr,
     ADD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     row = tl.program_id(0) * BR + tl.arange(0, BR)
     o_d = tl.arange(0, BD)
     mask = (row < rows)[:, None] & (o_d < D)[None, :]
     token, head = (row // HEADS).to(tl.int64), row % HEADS
     p_x = x_ptr + token[:, None] * x_stride + (head * head_stride)[:, None] + o_d[None, :]
+    begin(EARLY)
     x = tl.load(p_x, mask=mask, other=0.0)
     if ADD:
         delta = tl.load(delta_ptr + token[:, None] * delta_stride + o_d[None, :], mask=mask, other=0.0)
@@ -63,6 +68,7 @@ def rms_norm(
     heads = x.shape[1] if x.dim() == 3 else 1
     rows, block = x.shape[0] * heads, triton.next_power_of_2(size)
     out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
+    early = overlaps(x.device)
     at_once = max(1, _BLOCK // block)
     _rms_norm_kernel[(triton.cdiv(rows, at_once),)](
         x,
@@ -80,6 +86,8 @@ def rms_norm(
         BR=at_once,
         BD=block,
         ADD=delta_TD is not None,
+        EARLY=early,
+        launch_pdl=early,
         num_warps=warps_of(block),
     )
     return out

@@ -7,6 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
+from hybserve_kernels.overlap import overlaps
+from hybserve_kernels.overlap.gpu import begin
+
 _BLOCK, _WARPS = 1024, 4
 
 
@@ -19,12 +22,13 @@ def rounded_swiglu(gate, up, dtype: tl.constexpr):
 
 
 @triton.jit
-def _swiglu_kernel(x_ptr, out_ptr, F, x_stride, BF: tl.constexpr):
+def _swiglu_kernel(x_ptr, out_ptr, F, x_stride, BF: tl.constexpr, EARLY: tl.constexpr):
     """``x`` [T, 2F], the last dimension contiguous; ``out`` [T, F], contiguous."""
     row = tl.program_id(0).to(tl.int64)
     o_f = tl.program_id(1) * BF + tl.arange(0, BF)
     mask = o_f < F
     p_x = x_ptr + row * x_stride + o_f
+    begin(EARLY)
     gate, up = tl.load(p_x, mask=mask), tl.load(p_x + F, mask=mask)
     tl.store(out_ptr + row * F + o_f, rounded_swiglu(gate, up, x_ptr.dtype.element_ty), mask=mask)
 
@@ -35,7 +39,8 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     assert rows.stride(1) == 1
     size = rows.shape[1] // 2
     out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype, device=gate_up.device)
+    early = overlaps(rows.device)
     _swiglu_kernel[(rows.shape[0], triton.cdiv(size, _BLOCK))](
-        rows, out, size, rows.stride(0), BF=_BLOCK, num_warps=_WARPS
+        rows, out, size, rows.stride(0), BF=_BLOCK, EARLY=early, num_warps=_WARPS, launch_pdl=early
     )
     return out

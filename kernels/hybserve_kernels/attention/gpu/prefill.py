@@ -1,10 +1,9 @@
 """Causal attention of the prefill rows of a step over the pages of the pool, all rows in one launch.
 
 A program holds a block of queries of one head, visits the keys up to its last query and joins them by a running
-maximum (Milakov & Gimelshein, arXiv 1805.02867; Dao, arXiv 2307.08691). The scores of a tile of keys are begun one
-step ahead, so that the tensor cores have work while the weights of the tile before are formed. Whole tiles in front
-of the queries need no mask and come as boxes of the pool's memory seen as one matrix of rows of d elements; the tiles
-on the diagonal are masked, and values that no token of the row has written are zeroed before use.
+maximum (Milakov & Gimelshein, arXiv 1805.02867; Dao, arXiv 2307.08691). Whole tiles in front of the queries need no
+mask and come as boxes of the pool's memory seen as one matrix of rows of d elements; the tiles on the diagonal are
+masked, and values that no token of the row has written are zeroed before use.
 
 Scores that are not finite show: a weight of NaN stays NaN in sum and output.
 
@@ -88,7 +87,6 @@ def prefill_rows(
         KV_HEADS=kv_heads,
         DIM=dim,
         PAGE=page,
-        TILE_TOKENS=TILE,
         QUERIES=queries,
         KEYS=keys,
         GATED=gate_THd is not None,
@@ -98,12 +96,12 @@ def prefill_rows(
 
 
 @triton.jit
-def _weigh(scores, peak, total, out, scale):
-    """One step of the running maximum: the weights of the scores, and what was summed so far brought to their scale."""
+def _weigh(scores, peak, total, scale, TYPE: tl.constexpr):
+    """One step of the running maximum: weights, the factor for what was summed so far, new maximum, new total."""
     higher = tl.maximum(peak, tl.max(scores, 1) * scale)
     weights = tl.exp2(scores * scale - higher[:, None])
     carry = tl.exp2(peak - higher)
-    return weights, higher, total * carry + tl.sum(weights, 1), out * carry[:, None]
+    return weights.to(TYPE), carry, higher, total * carry + tl.sum(weights, 1)
 
 
 @triton.jit(do_not_specialize=["tiles", "table_stride"])
@@ -130,7 +128,6 @@ def _prefill(
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     GATED: tl.constexpr,
@@ -164,31 +161,27 @@ def _prefill(
 
     nothing = tl.zeros([QUERIES, KEYS], tl.float32)
     head_row = kv_head * PAGE
-    place = tl.load(table) * page_rows + head_row
-    scores = dot(queries, memory.load([place, 0]).T, nothing)
     whole = (start + offset) // KEYS
     for step in tl.range(0, whole):
-        ahead = (step + 1) * KEYS
-        next_place = tl.load(table + ahead // PAGE) * page_rows + head_row + ahead % PAGE
-        next_scores = dot(queries, memory.load([next_place, 0]).T, nothing)
-        weights, peak, total, summed = _weigh(scores, peak, total, summed, scale)
-        values = memory.load([place + KV_HEADS * PAGE, 0])
-        summed = dot(weights.to(values.dtype), values, summed)
-        scores = next_scores
-        place = next_place
+        first = step * KEYS
+        place = tl.load(table + first // PAGE) * page_rows + head_row + first % PAGE
+        scores = dot(queries, memory.load([place, 0]).T, nothing)
+        weights, carry, peak, total = _weigh(scores, peak, total, scale, q.dtype.element_ty)
+        summed = dot(weights, memory.load([place + KV_HEADS * PAGE, 0]), summed * carry[:, None])
 
     lanes = tl.arange(0, KEYS)
     for step in tl.range(whole, tl.cdiv(end, KEYS), num_stages=1):
         first = step * KEYS
         place = tl.load(table + first // PAGE) * page_rows + head_row + first % PAGE
-        if step > whole:
-            scores = dot(queries, memory.load([place, 0]).T, nothing)
+        scores = dot(queries, memory.load([place, 0]).T, nothing)
         seen = first + lanes[None, :] <= start + indices[:, None]
-        weights, peak, total, summed = _weigh(tl.where(seen, scores, float("-inf")), peak, total, summed, scale)
+        weights, carry, peak, total = _weigh(
+            tl.where(seen, scores, float("-inf")), peak, total, scale, q.dtype.element_ty
+        )
         value_rows = place.to(tl.int64) + KV_HEADS * PAGE + lanes
         written = (first + lanes < end)[:, None]
         values = tl.load(pool + value_rows[:, None] * DIM + dims[None, :], mask=written, other=0.0)
-        summed = dot(weights.to(values.dtype), values, summed)
+        summed = dot(weights, values, summed * carry[:, None])
 
     result = (summed / total[:, None]).to(out.dtype.element_ty)
     if GATED:

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 
 from hybserve_kernels.linear.gpu.finish import finished
+from hybserve_kernels.overlap import overlaps
+from hybserve_kernels.overlap.gpu import begin
 
 
 class Gemv(NamedTuple):
@@ -40,6 +42,7 @@ def _gemv_kernel(
     SWIGLU: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     tl.static_assert(BK >= K or not NORM)
     EVEN: tl.constexpr = K % BK == 0
@@ -56,6 +59,8 @@ def _gemv_kernel(
         w = tl.load(p_w, mask=inside, other=zero)
         if SWIGLU:
             w_up = tl.load(p_w + N.to(tl.int64) * w_stride, mask=inside, other=zero)
+        if first == 0:
+            begin(EARLY)
         if NORM:
             x = tl.load(x_ptr + o_k, mask=None if EVEN else o_k < K, other=zero).to(tl.float32)
             scale = tl.load(scale_ptr + o_k, mask=None if EVEN else o_k < K, other=zero)
@@ -87,6 +92,7 @@ def gemv(
     norm of the row before the product; ``config.depth`` is then at least K. ``swiglu``: ``weight`` is [gate | up]."""
     outputs, inputs = out_1N.shape[1], x_1K.shape[1]
     scale, eps = norm or (x_1K, 0.0)
+    early = overlaps(x_1K.device)
     _gemv_kernel[(triton.cdiv(outputs, config.outputs),)](
         x_1K,
         scale,
@@ -103,5 +109,7 @@ def gemv(
         SWIGLU=swiglu,
         BIAS=bias_N is not None,
         ADD=add,
+        EARLY=early,
+        launch_pdl=early,
         num_warps=config.warps,
     )

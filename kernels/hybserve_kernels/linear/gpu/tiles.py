@@ -16,6 +16,8 @@ import triton.language as tl
 
 from hybserve_kernels.attention.gpu.dot import dot
 from hybserve_kernels.linear.gpu.finish import finished
+from hybserve_kernels.overlap import overlaps
+from hybserve_kernels.overlap.gpu import begin, prefetch
 
 #: Tiles that may be split: as many counters are kept for each device.
 MOST_SPLIT_TILES = 4096
@@ -54,6 +56,8 @@ def _tiles_kernel(
     SWIGLU: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
+    EARLY: tl.constexpr,
+    AHEAD: tl.constexpr,  # cache lines of a row of the weight that are prefetched
 ):
     HALVES: tl.constexpr = 2 if SWIGLU else 1
     tiles_m = tl.cdiv(M, BM)
@@ -70,6 +74,11 @@ def _tiles_kernel(
     p_x = x_ptr + r_m[None, :] * x_stride + o_k[:, None]
     p_w = w_ptr + r_n[:, None] * w_stride + o_k[None, :]
     p_up = p_w + N.to(tl.int64) * w_stride
+    ahead = tl.minimum(first * BK + tl.arange(0, AHEAD) * 64, K - 1)
+    prefetch(w_ptr + r_n[:, None] * w_stride + ahead[None, :], EARLY)
+    if SWIGLU:
+        prefetch(w_ptr + (r_n + N)[:, None] * w_stride + ahead[None, :], EARLY)
+    begin(EARLY)
     acc = tl.zeros([BN, BM], dtype=tl.float32)
     acc_up = tl.zeros([BN, BM], dtype=tl.float32)
     for _ in tl.range(first, end, num_stages=STAGES):
@@ -138,6 +147,7 @@ def tiles(
         size = config.splits * count * (1 + swiglu) * config.outputs * config.rows
         partial = torch.empty(size, dtype=torch.float32, device=x_MK.device)
         counts = _counts_of(x_MK.device)
+    early = overlaps(x_MK.device)
     _tiles_kernel[(count, config.splits)](
         x_MK,
         weight,
@@ -159,5 +169,8 @@ def tiles(
         SWIGLU=swiglu,
         BIAS=bias_N is not None,
         ADD=add,
+        EARLY=early,
+        AHEAD=max(1, triton.next_power_of_2(config.depth * config.stages // 64) // 2),
+        launch_pdl=early,
         num_warps=config.warps,
     )

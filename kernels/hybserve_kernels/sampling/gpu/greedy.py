@@ -3,12 +3,24 @@
 Legend: R rows, C vocabulary, N pieces of a row.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-#: Logits of one piece.
-_PIECE = 4096
+
+class Shape(NamedTuple):
+    """Logits of a piece, how many of them a program reads at a time, and its warps."""
+
+    piece: int
+    block: int
+    warps: int
+
+
+def shape_of(rows: int) -> Shape:
+    """A few rows alone do not fill the card with large pieces."""
+    return Shape(2048, 2048, 4) if rows <= 4 else Shape(4096, 4096, 8)
 
 
 @triton.jit
@@ -65,23 +77,34 @@ def _combine_kernel(best_ptr, at_ptr, finite_ptr, tokens_ptr, finite_rows_ptr, p
     tl.store(finite_rows_ptr + row, good.to(tl.int8))
 
 
-def greedy_rows(logits_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def greedy_rows(logits_RC: torch.Tensor, shape: Shape | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """The likeliest token of each row (lowest id on a tie), int64 [R], and whether all its logits are finite, bool [R].
     A row that is not finite gives token 0. ``logits_RC``: any float dtype; rows may lie apart."""
     assert logits_RC.stride(1) == 1, "logits of a row must be contiguous"
     rows, vocab = logits_RC.shape
     device = logits_RC.device
-    pieces = triton.cdiv(vocab, _PIECE)
-    best = torch.empty(rows, pieces, dtype=torch.float32, device=device)
-    at = torch.empty(rows, pieces, dtype=torch.int32, device=device)
-    good = torch.empty(rows, pieces, dtype=torch.int8, device=device)
+    shape = shape or shape_of(rows)
+    pieces = triton.cdiv(vocab, shape.piece)
+    best_RN = torch.empty(rows, pieces, dtype=torch.float32, device=device)
+    at_RN = torch.empty(rows, pieces, dtype=torch.int32, device=device)
+    good_RN = torch.empty(rows, pieces, dtype=torch.int8, device=device)
     tokens_R = torch.empty(rows, dtype=torch.int64, device=device)
     finite_R = torch.empty(rows, dtype=torch.bool, device=device)
     if rows:
         _pieces_kernel[(pieces, rows)](
-            logits_RC, logits_RC.stride(0), best, at, good, vocab, pieces, _PIECE, 2048, num_warps=8
+            logits_RC,
+            logits_RC.stride(0),
+            best_RN,
+            at_RN,
+            good_RN,
+            vocab,
+            pieces,
+            shape.piece,
+            shape.block,
+            num_warps=shape.warps,
         )
+        padded = triton.next_power_of_2(pieces)
         _combine_kernel[(rows,)](
-            best, at, good, tokens_R, finite_R.view(torch.int8), pieces, triton.next_power_of_2(pieces), num_warps=1
+            best_RN, at_RN, good_RN, tokens_R, finite_R.view(torch.int8), pieces, padded, num_warps=1
         )
     return tokens_R, finite_R

@@ -23,8 +23,23 @@ def position_key(stream, position):
 
 
 @triton.jit
+def _bits(key, ids):
+    """53 random bits of token ids under a key."""
+    return _mix(key + (ids.to(tl.uint64) + 1) * tl.full([], _GOLDEN, tl.uint64)) >> 11
+
+
+@triton.jit
 def gumbel(key, ids):
     """Standard Gumbel noise in fp64 of token ids under a key."""
-    bits = _mix(key + (ids.to(tl.uint64) + 1) * tl.full([], _GOLDEN, tl.uint64))
-    uniform = ((bits >> 11).to(tl.int64).to(tl.float64) + 0.5) * 1.1102230246251565e-16  # 2^-53
+    uniform = (_bits(key, ids).to(tl.int64).to(tl.float64) + 0.5) * 1.1102230246251565e-16  # 2^-53
     return -tl.log(-tl.log(uniform))
+
+
+@triton.jit
+def gumbel_about(key, ids):
+    """``gumbel`` in fp32, off by less than 1e-4: close to 1 the uniform is told by what it lacks to 1."""
+    bits = _bits(key, ids).to(tl.int64)
+    uniform = (bits.to(tl.float32) + 0.5) * 1.1102230246251565e-16
+    lack = ((bits ^ 0x1FFFFFFFFFFFFF).to(tl.float32) + 0.5) * 1.1102230246251565e-16
+    series = lack * (1.0 + lack * (0.5 + lack * (1.0 / 3.0 + lack * 0.25)))
+    return -tl.log(tl.where(lack < 0.0078125, series, -tl.log(uniform)))
