@@ -95,8 +95,8 @@ class DeviceExecutor:
             torch.zeros(running, dtype=torch.int64, pin_memory=pinned),
             torch.zeros(running, dtype=torch.bool, pin_memory=pinned),
             torch.zeros(exports, dtype=torch.bool, pin_memory=pinned),
-            torch.cuda.Event(enable_timing=True) if pinned else None,
-            torch.cuda.Event(enable_timing=True) if pinned else None,
+            torch.cuda.Event(enable_timing=True) if pinned else None,  # type: ignore[no-untyped-call]
+            torch.cuda.Event(enable_timing=True) if pinned else None,  # type: ignore[no-untyped-call]
         )
 
     # start
@@ -266,7 +266,7 @@ class DeviceExecutor:
         """Milliseconds on the device."""
         if results.begun is None or results.done is None:
             return None
-        return results.begun.elapsed_time(results.done)
+        return float(results.begun.elapsed_time(results.done))
 
 
 def _cells_of(pools: DevicePools) -> SlotCells:

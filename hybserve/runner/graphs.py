@@ -5,7 +5,7 @@ replay is read after the next. Kernels find their inputs in buffers that never m
 """
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from hybserve_kernels.rows import TILE
@@ -31,9 +31,9 @@ class Graphs(Generic[Room]):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._captured: dict[Room, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None  # the handle of the shared memory
         self._chosen: dict[Room, Room | None] = {}
 
     def capture(self, room: Room, call: Callable[[Room], torch.Tensor]) -> None:

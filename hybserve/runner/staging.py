@@ -130,7 +130,7 @@ class Staging:
 
     def _sections(self, words: torch.Tensor, shape: Shape) -> list[torch.Tensor]:
         at = self._rows_at
-        sections = words[at : at + shape.words].split(shape.sizes)
+        sections = words[at : at + shape.words].split_with_sizes(shape.sizes)
         return [section[:count] for section, count in zip(sections, shape.counts, strict=True)]
 
     def send(self, step: Step, shape: Shape, sequences: Sequences) -> Lists:
@@ -182,7 +182,7 @@ class Staging:
         if self._device.type == "cuda":
             event = self._sent[self._next]
             if event is None:
-                event = self._sent[self._next] = torch.cuda.Event()
+                event = self._sent[self._next] = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
 
     def _clear(self, host: torch.Tensor, shape: Shape) -> None:
