@@ -18,8 +18,9 @@ from bench.kernels import Row
 from bench.kernels.timing import COLD_BYTES, microseconds
 
 HEADS, WIDTH, EPS = (16, 32, 128, 128), 4, 1e-6
+Shape = tuple[int, int | None]
 ROWS = (1, 8, 32, 64, 128, 256)
-_SWEEP = (4, 8, 16)
+_SWEEP = ((4, None), (8, 128), (8, None), (16, 64), (16, 80), (16, 128))
 #: µs of the peers: recurrence (FlashInfer or vLLM, the best) and update of the window; norms and gates come on top.
 PEERS = {1: 5.2 + 2.2, 8: 13.0 + 2.5, 32: 39.8 + 3.5, 64: 73.3 + 4.5, 128: 140.0 + 7.0, 256: 273.0 + 11.8}
 
@@ -32,7 +33,7 @@ class Layer(NamedTuple):
     rows: DecodeRows
     out: torch.Tensor
 
-    def run(self, warps: int | None = None) -> None:
+    def run(self, shape: Shape | None = None) -> None:
         taps, rate, bias, weight = self.weights
         decode.launch(
             self.projected,
@@ -46,7 +47,7 @@ class Layer(NamedTuple):
             HEADS,
             self.rows,
             self.out,
-            warps,
+            shape,
         )
 
 
@@ -77,13 +78,13 @@ def _layers(count: int, rows: int, dtype: torch.dtype, state_dtype: torch.dtype)
     return layers
 
 
-def _check(rows: int, dtype: torch.dtype, state_dtype: torch.dtype, warps: int | None) -> None:
+def _check(rows: int, dtype: torch.dtype, state_dtype: torch.dtype, shape: Shape | None) -> None:
     torch.manual_seed(0)
     key_heads, value_heads, key_dim, value_dim = HEADS
     keys, values = key_heads * key_dim, value_heads * value_dim
     (layer,) = _layers(1, rows, dtype, state_dtype)
     windows, matrices = layer.windows.clone(), layer.matrices.clone()
-    layer.run(warps)
+    layer.run(shape)
     taps, rate, bias, weight = layer.weights
     for n in {0, rows // 2, rows - 1}:
         slot = int(layer.rows.slots_N[n])
@@ -96,7 +97,7 @@ def _check(rows: int, dtype: torch.dtype, state_dtype: torch.dtype, warps: int |
         o, state = reference.recurrent(q, k, v.view(1, value_heads, -1), g, beta, matrices[slot])
         want = rms_norm.rms_norm_gated(o, z.view(o.shape), weight, EPS).flatten()
         rtol, atol = (1e-3, 1e-3) if dtype == state_dtype == torch.float32 else (3e-2, 5e-2)
-        assert torch.equal(layer.windows[slot], window), (rows, dtype, warps)
+        assert torch.equal(layer.windows[slot], window), (rows, dtype, shape)
         torch.testing.assert_close(layer.out[n].float(), want.float(), rtol=rtol, atol=atol)
         torch.testing.assert_close(layer.matrices[slot].float(), state, rtol=rtol, atol=atol)
     for pool, before in ((layer.windows, windows), (layer.matrices, matrices)):
@@ -110,9 +111,9 @@ def check() -> None:
         _check(rows, torch.bfloat16, torch.bfloat16, None)
     _check(3, torch.float32, torch.float32, None)
     _check(3, torch.float16, torch.float32, None)
-    for warps in _SWEEP if os.environ.get("SWEEP") == "1" else ():
-        _check(3, torch.bfloat16, torch.float32, warps)
-        _check(3, torch.bfloat16, torch.bfloat16, warps)
+    for shape in _SWEEP if os.environ.get("SWEEP") == "1" else ():
+        _check(3, torch.bfloat16, torch.float32, shape)
+        _check(3, torch.bfloat16, torch.bfloat16, shape)
 
 
 def _bytes(rows: int, state_dtype: torch.dtype) -> int:
@@ -126,7 +127,7 @@ def _bytes(rows: int, state_dtype: torch.dtype) -> int:
 
 def measure() -> list[Row]:
     found = []
-    variants: list[int | None] = [None]
+    variants: list[Shape | None] = [None]
     if os.environ.get("SWEEP") == "1":
         variants += _SWEEP
     for rows in ROWS:
@@ -134,9 +135,9 @@ def measure() -> list[Row]:
             size = _bytes(rows, state_dtype)
             layers = _layers(max(2, min(24, -(-COLD_BYTES // size))), rows, torch.bfloat16, state_dtype)
             peer = PEERS[rows] if state_dtype == torch.float32 else None
-            for warps in variants:
-                us = microseconds([partial(layer.run, warps) for layer in layers])
-                name = f"{str(state_dtype)[6:]} {'chosen' if warps is None else f'warps {warps}'}"
+            for shape in variants:
+                us = microseconds([partial(layer.run, shape) for layer in layers])
+                name = f"{str(state_dtype)[6:]} {'chosen' if shape is None else shape}"
                 found.append(
                     Row("gated_delta_decode", f"B {rows}", name, us, size, 0, peer, "FlashInfer + vLLM" if peer else "")
                 )

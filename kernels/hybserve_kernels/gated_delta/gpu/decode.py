@@ -17,9 +17,6 @@ from hybserve_kernels.gated_delta.gpu.rounding import round_to_bf16
 from hybserve_kernels.gated_delta.reference import L2_EPS
 from hybserve_kernels.rows import DecodeRows
 
-#: Elements of a matrix that one thread holds.
-_PER_THREAD = 32
-
 
 @triton.jit
 def silu(x):
@@ -177,9 +174,9 @@ def launch(
     heads: tuple[int, int, int, int],
     rows: DecodeRows,
     out_TX: torch.Tensor,
-    warps: int | None = None,
+    shape: tuple[int, int | None] | None = None,
 ) -> None:
-    """``decode_rows`` with a given number of warps per program (default: by the size of a matrix)."""
+    """``decode_rows`` with given warps per program and most registers per thread (default: by the size of a matrix)."""
     key_heads, value_heads, key_dim, value_dim = heads
     width, channels = taps_WC.shape
     assert value_heads % key_heads == 0
@@ -199,6 +196,7 @@ def launch(
     if not rows.rows:
         return
     block_k, block_v = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
+    warps, registers = shape or _shape(block_k * block_v, matrices_SUKV.dtype)
     _decode_kernel[(key_heads, rows.rows)](
         projected_TX,
         windows_SCX,
@@ -224,5 +222,13 @@ def launch(
         BK=block_k,
         BV=block_v,
         BX=triton.next_power_of_2(width - 1),
-        num_warps=warps or max(1, min(16, block_k * block_v // (32 * _PER_THREAD))),
+        num_warps=warps,
+        maxnreg=registers,
     )
+
+
+def _shape(elements: int, dtype: torch.dtype) -> tuple[int, int | None]:
+    """Warps of a program, and the registers of a thread that let two programs of 128 x 128 share a multiprocessor."""
+    if elements < 128 * 128:
+        return max(1, elements // 2048), None
+    return 8, 128 if dtype == torch.float32 else None
