@@ -89,9 +89,9 @@ def _check(rows: int, dtype: torch.dtype, state_dtype: torch.dtype, shape: Shape
     for n in {0, rows // 2, rows - 1}:
         slot = int(layer.rows.slots_N[n])
         x = layer.projected[n : n + 1]
-        mixed, z, b, a = x.split([2 * keys + values, values, value_heads, value_heads], dim=1)
+        mixed, z, b, a = x.split_with_sizes([2 * keys + values, values, value_heads, value_heads], dim=1)
         y, window = convolution.causal_conv(mixed, windows[slot], taps.T)
-        q, k, v = y.split([keys, keys, values], dim=1)
+        q, k, v = y.split_with_sizes([keys, keys, values], dim=1)
         q, k = reference.unit_queries_keys(q.view(1, key_heads, -1), k.view(1, key_heads, -1))
         g, beta = reference.decay_and_strength(a, b, (-rate).log(), bias)
         o, state = reference.recurrent(q, k, v.view(1, value_heads, -1), g, beta, matrices[slot])

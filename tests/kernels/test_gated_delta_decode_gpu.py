@@ -80,9 +80,9 @@ class Layer:
         """Of one token [1, .] the output, and window and matrices after it."""
         key_heads, value_heads, key_dim, value_dim = self.heads
         y, window = convolution.causal_conv(x[:, : self.channels], window, self.weight)
-        q, k, v = y.split([key_heads * key_dim, key_heads * key_dim, value_heads * value_dim], dim=1)
+        q, k, v = y.split_with_sizes([key_heads * key_dim, key_heads * key_dim, value_heads * value_dim], dim=1)
         q, k = reference.unit_queries_keys(q.view(1, key_heads, -1), k.view(1, key_heads, -1))
-        z, b, a = x[:, self.channels :].split([value_heads * value_dim, value_heads, value_heads], dim=1)
+        z, b, a = x[:, self.channels :].split_with_sizes([value_heads * value_dim, value_heads, value_heads], dim=1)
         g, beta = reference.decay_and_strength(a, b, self.a_log, self.dt_bias)
         o, state = reference.recurrent(q, k, v.view(1, value_heads, -1), g, beta, state)
         return rms_norm.rms_norm_gated(o, z.view(o.shape), self.norm_weight, EPS).flatten(), window, state
