@@ -174,10 +174,9 @@ def _scan_kernel(
     in_k, in_v = o_k < K, o_v < V
     o_state = u * K * V + o_k[:, None] * V + o_v[None, :]
     in_state = in_k[:, None] & in_v[None, :]
-    state = tl.load(
-        matrices_ptr + slot * matrices_stride + o_state, mask=in_state & (o_k * 0 + start > 0)[:, None], other=0.0
-    )
-    state = state.to(tl.float32)
+    p_state = matrices_ptr + slot * matrices_stride + o_state
+    continued = o_k < tl.where(start > 0, K, 0)
+    state = tl.load(p_state, mask=continued[:, None] & in_v[None, :], other=0.0).to(tl.float32)
     state_row = u * K + o_k
     if SLICES == 1:
         weight = tl.load(weight_ptr + o_v, mask=in_v, other=0.0)
@@ -219,7 +218,7 @@ def _scan_kernel(
         p_v += TILE * qkv_stride
         here += U
 
-    _store_state(matrices_ptr + slot * matrices_stride + o_state, state, in_state, start + count - 1, state_row, o_v)
+    _store_state(p_state, state, in_state, start + count - 1, state_row, o_v)
 
 
 @triton.jit
