@@ -97,7 +97,7 @@ def _check(dtype: torch.dtype, tokens: int, warps: int) -> None:
         mixed, _, b, a = layer.projected[own].split_with_sizes([CHANNELS, VALUES, VALUE_HEADS, VALUE_HEADS], dim=1)
         y, window = reference.causal_conv(mixed, before[row + 1] if start else before[row + 1].zero_(), taps.T)
         q, k, v = y.split_with_sizes([KEYS, KEYS, VALUES], dim=1)
-        q, k = gated_delta.unit_queries_keys(q.unflatten(1, (16, -1)), k.unflatten(1, (16, -1)))
+        q, k = gated_delta.unit_queries_keys(q.view(count, 16, -1), k.view(count, 16, -1))
         g, beta = gated_delta.decay_and_strength(a, b, (-rate).log(), bias)
         wants = (torch.cat((q.flatten(1), k.flatten(1), v.float()), dim=1), g, beta)
         for got, want in zip(layer.outputs, wants, strict=True):
