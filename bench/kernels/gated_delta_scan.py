@@ -129,7 +129,7 @@ def _check(dtype: torch.dtype, state_dtype: torch.dtype, shape: Shape | None) ->
 
 def _near(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
     error = ((got - want).norm() / want.norm()).item()
-    assert error < 1e-2, f"{name}: relative error {error}"
+    assert error < 1.5e-2, f"{name}: relative error {error}"
     assert torch.allclose(got, want, rtol=0.1, atol=0.2), f"{name}: {(got - want).abs().max()}"
 
 
