@@ -106,22 +106,22 @@ def _check(dtype: torch.dtype, state_dtype: torch.dtype, shape: Shape | None) ->
     key_heads, value_heads, key_dim, value_dim = HEADS
     matrices = torch.full((7, 2, value_heads, key_dim, value_dim), float("nan"), dtype=state_dtype, device=DEVICE)[:, 1]
     matrices[2:4].normal_()
-    before = matrices.float()
+    before = matrices.clone().float()
     _run(inputs, matrices, _rows(counts, starts, slots, {1: 5}), shape)
     after = matrices.float()
     begin = 0
     for count, start, slot in zip(counts, starts, slots, strict=True):
         own = slice(begin, begin + count)
-        q, k, v = inputs.qkv[own].split([key_heads * key_dim, key_heads * key_dim, value_heads * value_dim], dim=1)
-        parts = (q.unflatten(1, (key_heads, -1)), k.unflatten(1, (key_heads, -1)), v.unflatten(1, (value_heads, -1)))
-        gates = inputs.g[own], inputs.beta[own]
+        q, k, v = torch.split(inputs.qkv[own], [key_heads * key_dim, key_heads * key_dim, value_heads * value_dim], 1)
+        q, k, v = (x.unflatten(1, (-1, dim)) for x, dim in ((q, key_dim), (k, key_dim), (v, value_dim)))
+        g, beta = inputs.g[own], inputs.beta[own]
         state = before[slot] if start else torch.zeros_like(before[slot])
-        o, end = reference.recurrent(*parts, *gates, state)
+        o, end = reference.recurrent(q, k, v, g, beta, state)
         want = rms_norm.rms_norm_gated(o, inputs.z[own], inputs.weight, 1e-6).flatten(1)
         _near(f"output {name} {count}", inputs.out[own].float(), want.float())
         _near(f"state {name} {count}", after[slot], end)
         if begin == 0:
-            o, end = reference.recurrent(*(part[:128] for part in (*parts, *gates)), state)
+            _, end = reference.recurrent(q[:128], k[:128], v[:128], g[:128], beta[:128], state)
             _near(f"export {name}", after[5], end)
         begin += count
     assert bool(after[[0, 6]].isnan().all()), name
