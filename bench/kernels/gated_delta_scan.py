@@ -24,12 +24,15 @@ SHAPES = [
     Shape(*shape)
     for shape in [
         (16, 4, 2, 4),
+        (32, 4, 1, 4),
         (32, 4, 2, 4),
+        (32, 4, 2, 8),
         (32, 4, 3, 4),
         (32, 8, 2, 4),
+        (64, 4, 1, 4),
         (64, 4, 2, 4),
+        (64, 8, 1, 4),
         (64, 8, 2, 4),
-        (64, 8, 2, 8),
     ]
 ]
 PEERS = {(1, 2048): 110.0, (1, 8192): 258.0, (1, 32768): 839.0, (8, 1024): 111.0, (4, 4096): 192.0}
@@ -113,7 +116,7 @@ def _check(dtype: torch.dtype, state_dtype: torch.dtype, shape: Shape | None) ->
     for count, start, slot in zip(counts, starts, slots, strict=True):
         own = slice(begin, begin + count)
         q, k, v = torch.split(inputs.qkv[own], [key_heads * key_dim, key_heads * key_dim, value_heads * value_dim], 1)
-        q, k, v = (x.unflatten(1, (-1, dim)) for x, dim in ((q, key_dim), (k, key_dim), (v, value_dim)))
+        q, k, v = (x.reshape(count, -1, dim) for x, dim in ((q, key_dim), (k, key_dim), (v, value_dim)))
         g, beta = inputs.g[own], inputs.beta[own]
         state = before[slot] if start else torch.zeros_like(before[slot])
         o, end = reference.recurrent(q, k, v, g, beta, state)
