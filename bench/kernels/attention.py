@@ -278,7 +278,7 @@ def _time_decode(
 ) -> Row:
     _, kv_heads, dim = heads
     traffic = sum(lengths) * 2 * kv_heads * dim * 2
-    layers = rounds_of(traffic, 32)
+    layers = rounds_of(traffic, 256)
     batch = _batch(lengths, heads, layers, torch.bfloat16)
     q, gate, out = _q_gate_out(len(lengths), heads, torch.bfloat16)
     rows = _decode(batch)
@@ -306,9 +306,8 @@ def _time_prefill(
     q, gate, out = _q_gate_out(tokens, heads, torch.bfloat16)
     rows = _prefill(batch, starts)
     pools = batch.pool_PL2JGd.unbind(1)
-    calls: list[Callable[[], object]] = [
-        partial(prefill_rows, q, pool, rows, dim**-0.5, gate, out, shape) for pool in pools
-    ]
+    run: Callable[..., object] = prefill_rows_hopper if isinstance(shape, int) else prefill_rows
+    calls: list[Callable[[], object]] = [partial(run, q, pool, rows, dim**-0.5, gate, out, shape) for pool in pools]
     flops = 4 * q_heads * dim * seen
     us = microseconds(calls, repeat=5, least_calls=2 if flops > 1e12 else 8)
     return Row("attention", f"prefill {name}", _name(shape), us, traffic, flops, peer, "FA3" if peer else "")

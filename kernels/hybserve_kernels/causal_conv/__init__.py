@@ -1,4 +1,5 @@
 """Causal depthwise convolution with silu: whole rows (``causal_conv``) and one token of many rows (``conv_update``).
+On a GPU ``conv_rows`` takes all prefill rows of a step at once; decode rows are convolved in ``gated_delta``.
 
 Legend: T tokens, N rows, C channels, W conv width, X = W - 1, S slots. ``windows_SCX`` is a view of the slot-major
 pool: every slot's window may lie anywhere, but inside a slot it is contiguous. ``taps_WC`` is the weight turned around
@@ -8,9 +9,10 @@ once, in fp32 (``conv_taps``).
 import torch
 import torch.nn.functional as F
 
+from hybserve_kernels.causal_conv.gpu import conv_rows
 from hybserve_kernels.device import require_cpu
 
-__all__ = ["causal_conv", "conv_taps", "conv_update"]
+__all__ = ["causal_conv", "conv_rows", "conv_taps", "conv_update"]
 
 
 def conv_taps(weight_CW: torch.Tensor) -> torch.Tensor:

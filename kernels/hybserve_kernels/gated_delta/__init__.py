@@ -1,6 +1,8 @@
 """Gated delta rule on the slots of the state pool: rows of many tokens (``scan``), one token of many rows (``step``).
 
 ``scan`` in pieces through a slot = ``scan`` whole = the reference, within rounding; ``step`` token by token as well.
+On a GPU ``decode_rows`` takes all decode rows of a step at once, with what stands before and after the rule, and
+``scan_rows`` all prefill rows, with the norm that stands after it.
 
 Legend: T tokens of one row, N rows, I key heads, U value heads, K key dim, V value dim, S slots.
 """
@@ -10,10 +12,12 @@ import torch.nn.functional as F
 
 from hybserve_kernels.device import require_cpu
 from hybserve_kernels.gated_delta.chunk import TILE, chunk
+from hybserve_kernels.gated_delta.gpu.decode import decode_rows
+from hybserve_kernels.gated_delta.gpu.scan import scan_rows
 from hybserve_kernels.gated_delta.reference import L2_EPS
 from hybserve_kernels.gated_delta.step import step as _step
 
-__all__ = ["decay_and_strength", "scan", "step", "unit_queries_keys", "unit_scale"]
+__all__ = ["decay_and_strength", "decode_rows", "scan", "scan_rows", "step", "unit_queries_keys", "unit_scale"]
 
 
 def unit_scale(key_dim: int, device: torch.device) -> torch.Tensor:

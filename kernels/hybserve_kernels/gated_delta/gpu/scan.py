@@ -1,0 +1,372 @@
+"""Prefill rows of a Gated DeltaNet layer through the gated delta rule and the gated norm, over tiles of 64 tokens.
+
+The formula of ``gated_delta.chunk`` in two launches and a last one for the norm. With c the running sum of g in a tile,
+G_ij = exp(c_i - c_j) for j <= i and b the strengths, ``_prepare_kernel`` makes for all tiles at once
+
+    W = (1 + tril(diag(b) (K K^T) * G, -1))^-1 diag(b)          A = (Q K^T) * G
+
+and ``_scan_kernel`` follows the tiles of a row, a slice of a head's value columns per program:
+
+    D = W (V - diag(exp c) K S)     O = diag(exp c) Q S + A D     S <- exp(c_n) S + K^T diag(exp(c_n - c)) D
+
+Only W, A (64 x 64 per tile and head) and c go through memory. A program that has all columns of a head norms its output
+at once; otherwise ``_norm_kernel`` does, in place.
+
+Legend: T tokens, S slots, I key heads, U = I·r value heads, K key dim, V value dim, X tiles, c tokens of a tile.
+In kernels: BK, BV a power of two that holds K, a slice of V.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from hybserve_kernels.gated_delta.gpu.rounding import round_to_bf16
+from hybserve_kernels.rows import TILE, PrefillRows
+
+#: The interpreter multiplies 16-bit floats as if they were integers.
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+class Shape(NamedTuple):
+    """Value columns of a program of the scan, its warps and stages, and the warps of a program that prepares a tile."""
+
+    columns: int
+    warps: int
+    stages: int
+    prepare_warps: int
+
+
+@triton.jit
+def _dot(left, right, PRECISION: tl.constexpr):
+    if _INTERPRETED:
+        return tl.dot(left.to(tl.float32), right.to(tl.float32))
+    return tl.dot(left, right, input_precision=PRECISION)
+
+
+@triton.jit
+def _inverse(lower, TILE: tl.constexpr, PRECISION: tl.constexpr):
+    """(1 + ``lower``)^-1 of a strictly lower triangular matrix: if X inverts the diagonal blocks of one size and N is
+    what ``lower`` has below them in blocks of twice the size, X - X N X inverts these."""
+    o = tl.arange(0, TILE)
+    row, column = o[:, None], o[None, :]
+    inverse = tl.where(row == column, 1.0, 0.0) - tl.where(row // 2 == column // 2, lower, 0.0)
+    for level in tl.static_range(1, 6):
+        below = ((row >> (level + 1)) == (column >> (level + 1))) & ((row >> level) != (column >> level))
+        new = tl.where(below, lower, 0.0)
+        inverse -= _dot(_dot(inverse, new, PRECISION), inverse, PRECISION)
+    return inverse
+
+
+@triton.jit
+def _prepare_kernel(
+    qkv_ptr,  # [T, .]: unit q I·K | unit k I·K | v
+    g_ptr,  # fp32 [T, U]
+    beta_ptr,  # fp32 [T, U]
+    begins_ptr,
+    counts_ptr,
+    tile_rows_ptr,
+    tile_offsets_ptr,
+    solve_ptr,  # W [X, U, c, c]
+    attend_ptr,  # A [X, U, c, c]
+    sums_ptr,  # c, fp32 [X, U, c]
+    qkv_stride,
+    g_stride,
+    beta_stride,
+    I: tl.constexpr,
+    U: tl.constexpr,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    u, tile = tl.program_id(0), tl.program_id(1)
+    row = tl.load(tile_rows_ptr + tile)
+    if row < 0:
+        return
+    offset = tl.load(tile_offsets_ptr + tile)
+    count = tl.load(counts_ptr + row) - offset
+    first = tl.load(begins_ptr + row).to(tl.int64) + offset
+    o_c, o_k = tl.arange(0, TILE), tl.arange(0, BK)
+    known = o_c < count
+    tokens = first + o_c
+    g = tl.load(g_ptr + tokens * g_stride + u, mask=known, other=0.0)
+    beta = tl.load(beta_ptr + tokens * beta_stride + u, mask=known, other=0.0)
+    p_q = qkv_ptr + tokens[:, None] * qkv_stride + (u // (U // I)) * K + o_k[None, :]
+    in_k = known[:, None] & (o_k < K)[None, :]
+    q = tl.load(p_q, mask=in_k, other=0.0)
+    k = tl.load(p_q + I * K, mask=in_k, other=0.0)
+
+    sums = tl.cumsum(g, 0)
+    not_above = o_c[:, None] >= o_c[None, :]
+    pair = tl.exp(tl.where(not_above, sums[:, None] - sums[None, :], float("-inf")))
+    attend = _dot(q, tl.trans(k), "ieee") * pair
+    lower = _dot(k, tl.trans(k), "ieee") * pair * beta[:, None]
+    lower = tl.where(o_c[:, None] > o_c[None, :], lower, 0.0)
+    solve = _inverse(lower, TILE, PRECISION) * beta[None, :]
+
+    here = tile.to(tl.int64) * U + u
+    o_cc = o_c[:, None] * TILE + o_c[None, :]
+    tl.store(solve_ptr + here * TILE * TILE + o_cc, solve)
+    tl.store(attend_ptr + here * TILE * TILE + o_cc, attend)
+    tl.store(sums_ptr + here * TILE + o_c, sums)
+
+
+@triton.jit
+def _gated_norm(o, z, weight, eps, V: tl.constexpr):
+    """``rms_norm.reference.rms_norm_gated`` of [tokens, V] in fp32; columns beyond V are 0."""
+    normed = (o * tl.rsqrt(tl.sum(o * o, 1) / V + eps)[:, None]).to(z.dtype).to(tl.float32)
+    scaled = (normed * weight.to(tl.float32)[None, :]).to(z.dtype).to(tl.float32)
+    wide = z.to(tl.float32)
+    return scaled * (wide / (1.0 + tl.exp(-wide)))
+
+
+@triton.jit
+def _store_state(p_state, state, mask, position, row, column):
+    if p_state.dtype.element_ty == tl.bfloat16:
+        tl.store(p_state, round_to_bf16(state, position, row, column), mask=mask)
+    else:
+        tl.store(p_state, state, mask=mask)
+
+
+@triton.jit
+def _scan_kernel(
+    qkv_ptr,  # [T, .]: unit q I·K | unit k I·K | v U·V
+    matrices_ptr,  # [S, U, K, V]
+    solve_ptr,
+    attend_ptr,
+    sums_ptr,
+    z_ptr,  # [T, U, V]
+    weight_ptr,  # [V]
+    out_ptr,  # [T, U·V]
+    begins_ptr,
+    counts_ptr,
+    starts_ptr,
+    slots_ptr,
+    first_tiles_ptr,
+    exports_ptr,
+    qkv_stride,
+    matrices_stride,
+    z_stride,
+    eps,
+    I: tl.constexpr,
+    U: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    SLICES: tl.constexpr = (V + BV - 1) // BV
+    u, row = tl.program_id(0) // SLICES, tl.program_id(1)
+    count = tl.load(counts_ptr + row)
+    if count <= 0:
+        return
+    begin = tl.load(begins_ptr + row).to(tl.int64)
+    start = tl.load(starts_ptr + row)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    first_tile = tl.load(first_tiles_ptr + row).to(tl.int64)
+
+    o_c, o_k = tl.arange(0, TILE), tl.arange(0, BK)
+    o_v = (tl.program_id(0) % SLICES) * BV + tl.arange(0, BV)
+    in_k, in_v = o_k < K, o_v < V
+    o_state = u * K * V + o_k[:, None] * V + o_v[None, :]
+    in_state = in_k[:, None] & in_v[None, :]
+    p_state = matrices_ptr + slot * matrices_stride + o_state
+    continued = o_k < tl.where(start > 0, K, 0)
+    state = tl.load(p_state, mask=continued[:, None] & in_v[None, :], other=0.0).to(tl.float32)
+    state_row = u * K + o_k
+    if SLICES == 1:
+        weight = tl.load(weight_ptr + o_v, mask=in_v, other=0.0)
+    o_cc = o_c[:, None] * TILE + o_c[None, :]
+    p_q = qkv_ptr + begin * qkv_stride + o_c[:, None] * qkv_stride + (u // (U // I)) * K + o_k[None, :]
+    p_v = qkv_ptr + begin * qkv_stride + o_c[:, None] * qkv_stride + 2 * I * K + u * V + o_v[None, :]
+    here = first_tile * U + u
+
+    for x in tl.range(0, tl.cdiv(count, TILE), num_stages=STAGES):
+        left = count - x * TILE
+        known = o_c < left
+        in_q, in_out = known[:, None] & in_k[None, :], known[:, None] & in_v[None, :]
+        k = tl.load(p_q + I * K, mask=in_q, other=0.0)
+        v = tl.load(p_v, mask=in_out, other=0.0)
+        solve = tl.load(solve_ptr + here * TILE * TILE + o_cc)
+        q = tl.load(p_q, mask=in_q, other=0.0)
+        attend = tl.load(attend_ptr + here * TILE * TILE + o_cc)
+        sums = tl.load(sums_ptr + here * TILE + o_c)
+        last = tl.load(sums_ptr + here * TILE + TILE - 1)
+        export = tl.load(exports_ptr + first_tile + x)
+
+        fall = tl.exp(sums)[:, None]
+        narrow = state.to(k.dtype)
+        rest = v.to(tl.float32) - fall * _dot(k, narrow, "ieee")
+        change = _dot(solve, rest.to(k.dtype), "ieee")
+        o = fall * _dot(q, narrow, "ieee") + _dot(attend, change.to(k.dtype), "ieee")
+        change *= tl.exp(last - sums)[:, None]
+        state = state * tl.exp(last) + _dot(tl.trans(k), change.to(k.dtype), "ieee")
+
+        tokens = begin + x * TILE + o_c
+        if SLICES == 1:
+            z = tl.load(z_ptr + tokens[:, None] * z_stride + u * V + o_v[None, :], mask=in_out, other=0.0)
+            o = _gated_norm(o, z, weight, eps, V)
+        tl.store(out_ptr + tokens[:, None] * (U * V) + u * V + o_v[None, :], o, mask=in_out)
+        if export != 0:
+            p_export = matrices_ptr + export.to(tl.int64) * matrices_stride + o_state
+            _store_state(p_export, state, in_state, start + x * TILE + tl.minimum(left, TILE) - 1, state_row, o_v)
+        p_q += TILE * qkv_stride
+        p_v += TILE * qkv_stride
+        here += U
+
+    _store_state(p_state, state, in_state, start + count - 1, state_row, o_v)
+
+
+@triton.jit
+def _norm_kernel(
+    out_ptr,  # [T, U·V]
+    z_ptr,  # [T, U, V]
+    weight_ptr,  # [V]
+    begins_ptr,
+    counts_ptr,
+    tile_rows_ptr,
+    tile_offsets_ptr,
+    z_stride,
+    eps,
+    U: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    u, tile = tl.program_id(0), tl.program_id(1)
+    row = tl.load(tile_rows_ptr + tile)
+    if row < 0:
+        return
+    offset = tl.load(tile_offsets_ptr + tile)
+    count = tl.load(counts_ptr + row) - offset
+    o_c, o_v = tl.arange(0, TILE), tl.arange(0, BLOCK)
+    tokens = tl.load(begins_ptr + row).to(tl.int64) + offset + o_c
+    mask = (o_c < count)[:, None] & (o_v < V)[None, :]
+    p_out = out_ptr + tokens[:, None] * (U * V) + u * V + o_v[None, :]
+    o = tl.load(p_out, mask=mask, other=0.0).to(tl.float32)
+    z = tl.load(z_ptr + tokens[:, None] * z_stride + u * V + o_v[None, :], mask=mask, other=0.0)
+    weight = tl.load(weight_ptr + o_v, mask=o_v < V, other=0.0)
+    tl.store(p_out, _gated_norm(o, z, weight, eps, V), mask=mask)
+
+
+def default_shape(rows: int, value_heads: int, value_dim: int) -> Shape:
+    """Narrow slices while the rows are too few to fill the card."""
+    if rows * value_heads * value_dim > 8192:
+        return Shape(min(64, triton.next_power_of_2(value_dim)), 4, 2, 4)
+    return Shape(min(32, triton.next_power_of_2(value_dim)), 4, 2, 4)
+
+
+def scan_rows(
+    qkv_TC: torch.Tensor,
+    g_TU: torch.Tensor,
+    beta_TU: torch.Tensor,
+    matrices_SUKV: torch.Tensor,
+    rows: PrefillRows,
+    heads: tuple[int, int, int, int],
+    z_TUV: torch.Tensor,
+    norm_weight_V: torch.Tensor,
+    eps: float,
+    out_TX: torch.Tensor,
+    shape: Shape | None = None,
+) -> None:
+    """The gated normed output [T, U·V] of the tokens of ``rows``; the state of each row's slot (zero if the row begins
+    its sequence) becomes the one after the row, and the one after tile x goes to slot ``exports_X[x]`` if not 0.
+
+    ``heads`` (I, U, K, V). ``qkv_TC`` in the model dtype: unit q (scaled by K^-1/2), unit k, v side by side, after the
+    convolution; ``g_TU`` (log of the decay, <= 0) and ``beta_TU`` fp32; ``matrices_SUKV`` fp32 or bf16 (rounded up or
+    down by chance, see ``rounding``); ``z_TUV`` and ``norm_weight_V`` in the model dtype. ``shape`` of the launches:
+    by the number of rows unless given."""
+    key_heads, value_heads, key_dim, value_dim = heads
+    assert value_heads % key_heads == 0
+    assert qkv_TC.shape[1] == 2 * key_heads * key_dim + value_heads * value_dim
+    assert matrices_SUKV.shape[1:] == (value_heads, key_dim, value_dim)
+    assert matrices_SUKV[0].is_contiguous()
+    assert z_TUV.shape[1:] == (value_heads, value_dim)
+    assert z_TUV[0].is_contiguous()
+    assert qkv_TC.stride(1) == g_TU.stride(1) == beta_TU.stride(1) == 1
+    assert out_TX.is_contiguous()
+    assert out_TX.shape[1] == value_heads * value_dim
+    if matrices_SUKV.dtype not in (torch.float32, torch.bfloat16):
+        raise TypeError(f"matrices of the gated delta rule are kept in fp32 or bf16, got {matrices_SUKV.dtype}")
+    if g_TU.dtype != torch.float32 or beta_TU.dtype != torch.float32:
+        raise TypeError(f"gates of the gated delta rule in fp32, got {g_TU.dtype} and {beta_TU.dtype}")
+    if not rows.tiles:
+        return
+    columns, warps, stages, prepare_warps = shape or default_shape(rows.rows, value_heads, value_dim)
+    block_k = max(16, triton.next_power_of_2(key_dim))
+    columns = max(16, columns)
+    squares = (2, rows.tiles, value_heads, TILE, TILE)
+    solve, attend = torch.empty(squares, dtype=qkv_TC.dtype, device=qkv_TC.device)
+    sums = torch.empty(squares[1:4], dtype=torch.float32, device=qkv_TC.device)
+    _prepare_kernel[(value_heads, rows.tiles)](
+        qkv_TC,
+        g_TU,
+        beta_TU,
+        rows.begins_R,
+        rows.counts_R,
+        rows.tile_rows_X,
+        rows.tile_offsets_X,
+        solve,
+        attend,
+        sums,
+        qkv_TC.stride(0),
+        g_TU.stride(0),
+        beta_TU.stride(0),
+        I=key_heads,
+        U=value_heads,
+        K=key_dim,
+        BK=block_k,
+        TILE=TILE,
+        PRECISION="ieee" if qkv_TC.dtype == torch.float32 else "tf32",
+        num_warps=prepare_warps,
+    )
+    slices = triton.cdiv(value_dim, columns)
+    _scan_kernel[(value_heads * slices, rows.rows)](
+        qkv_TC,
+        matrices_SUKV,
+        solve,
+        attend,
+        sums,
+        z_TUV,
+        norm_weight_V,
+        out_TX,
+        rows.begins_R,
+        rows.counts_R,
+        rows.starts_R,
+        rows.slots_R,
+        rows.first_tiles_R,
+        rows.exports_X,
+        qkv_TC.stride(0),
+        matrices_SUKV.stride(0),
+        z_TUV.stride(0),
+        eps,
+        I=key_heads,
+        U=value_heads,
+        K=key_dim,
+        V=value_dim,
+        BK=block_k,
+        BV=columns,
+        TILE=TILE,
+        STAGES=stages,
+        num_warps=warps,
+    )
+    if slices > 1:
+        _norm_kernel[(value_heads, rows.tiles)](
+            out_TX,
+            z_TUV,
+            norm_weight_V,
+            rows.begins_R,
+            rows.counts_R,
+            rows.tile_rows_X,
+            rows.tile_offsets_X,
+            z_TUV.stride(0),
+            eps,
+            U=value_heads,
+            V=value_dim,
+            BLOCK=triton.next_power_of_2(value_dim),
+            TILE=TILE,
+        )
