@@ -1,5 +1,5 @@
-"""Mixture of experts. On a GPU ``moe_rows`` is all of it; for CPU tensors: routing, the chosen experts only, or every expert
-over the whole tile (deterministic).
+"""Mixture of experts. On a GPU ``moe_rows`` is all of it; for CPU tensors: routing, the chosen experts only, or every
+expert over the whole tile (deterministic).
 
 Legend: T tokens, D model dim, E experts, F expert width, X = top_k.
 """
@@ -84,18 +84,21 @@ def moe_rows(
     out: torch.Tensor | None = None,
     form: Pairs | Groups | None = None,
 ) -> torch.Tensor:
-    """Routing by ``scores_TE``, the weighted sum of the chosen experts, and + shared · sigmoid(shared_gate) if given; [T, D].
+    """Routing by ``scores_TE``, the weighted sum of the chosen experts and, if given, + shared · sigmoid(shared_gate); [T, D].
 
-    T is an upper bound that sizes the launches: the first ``tokens_1`` (int32, on the device) rows are real, the rows after
-    them are neither read nor written. Rows may be strided; weights are contiguous. Products are summed in fp32 and rounded
-    where the reference rounds, the weighted parts are added in fp32 in order of the choices. The bits of a row depend on
-    that row, and on T through the form alone. ``form`` overrides the choice by shape. Raises ValueError for shapes and
-    dtypes that do not belong together."""
+    T is an upper bound that sizes the launches: the first ``tokens_1`` (int32, on the device) rows are real, the rows
+    after them are neither read nor written. Rows may be strided; weights are contiguous. Products are summed in fp32 and
+    rounded where the reference rounds, the weighted parts are added in fp32 in order of the choices. The bits of a row
+    depend on that row, and on T through the form alone. ``form`` overrides the choice by shape. Raises ValueError for
+    shapes and dtypes that do not belong together."""
     tokens, dim = x_TD.shape
     count, _, width = down_EDF.shape
     _check(x_TD, scores_TE, top_k, gate_up_E2FD, down_EDF)
-    assert tokens_1.dtype == torch.int32 and (shared_TD is None) == (shared_gate_T1 is None)
-    assert x_TD.stride(1) == scores_TE.stride(1) == 1 and gate_up_E2FD.is_contiguous() and down_EDF.is_contiguous()
+    assert tokens_1.dtype == torch.int32
+    assert (shared_TD is None) == (shared_gate_T1 is None)
+    assert x_TD.stride(1) == scores_TE.stride(1) == 1
+    assert gate_up_E2FD.is_contiguous()
+    assert down_EDF.is_contiguous()
     if out is None:
         out = torch.empty(tokens, dim, dtype=x_TD.dtype, device=x_TD.device)
     if form is None:
@@ -104,7 +107,8 @@ def moe_rows(
     if isinstance(form, Pairs):
         run_pairs(form, x_TD, route_pairs(scores_TE, top_k, normalise, tokens_1), *rest)
     else:
-        run_groups(form, x_TD, *route_blocks(scores_TE, top_k, normalise, tokens_1, form.rows), *rest)
+        routes, work = route_blocks(scores_TE, top_k, normalise, tokens_1, form.rows)
+        run_groups(form, x_TD, routes, work, *rest)
     return out
 
 

@@ -12,8 +12,8 @@ _BLOCK, _WARPS = 1024, 4
 
 @triton.jit
 def with_shared(total, shared, gate, dtype: tl.constexpr):
-    """``total`` in fp32 + shared · sigmoid(gate) in ``dtype``: the total, the sigmoid and the product are rounded as separate
-    operations would."""
+    """``total`` in fp32 + shared · sigmoid(gate) in ``dtype``: the total, the sigmoid and the product are rounded as
+    separate operations would."""
     opened = tl.sigmoid(gate.to(tl.float32)).to(dtype).to(tl.float32)
     added = (shared.to(tl.float32) * opened).to(dtype)
     return (total.to(dtype).to(tl.float32) + added.to(tl.float32)).to(dtype)

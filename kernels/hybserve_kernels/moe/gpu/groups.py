@@ -1,5 +1,5 @@
-"""Many tokens: the rows of an expert are multiplied together, in blocks. The weights are the left operand, so that few rows
-fill the matrix units.
+"""Many tokens: the rows of an expert are multiplied together, in blocks. The weights are the left operand, so that few
+rows fill the matrix units.
 
 Legend: T tokens, D model dim, E experts, F expert width, X = top_k, R = T · X rows in order of the experts.
 """

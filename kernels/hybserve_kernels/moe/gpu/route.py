@@ -1,10 +1,10 @@
 """Routing and the order of work: which (token, choice) pairs each expert runs, found without a look from the host.
 
-A first launch chooses the experts of chunks of tokens, counts the choices of each chunk and numbers them within it; a second
-one adds the counts of the chunks before, puts the pairs in order of (expert, token) and cuts each expert's run into blocks
-of rows. No sums of floats depend on the order of anything else, and no counters have to be zero beforehand.
+A first launch chooses the experts of chunks of tokens, counts the choices of each chunk and numbers them within it; a
+second one adds the counts of the chunks before, puts the pairs in order of (expert, token) and cuts each expert's run into
+blocks of rows. Nothing depends on the order in which programs run, and no counters have to be zero beforehand.
 
-Legend: T tokens (an upper bound), E experts, X = top_k, Z chunks of tokens, B blocks of rows. A pair is token · X + choice.
+Legend: T tokens (an upper bound), E experts, X = top_k, Z chunks of tokens, B blocks of rows. Pair = token · X + choice.
 """
 
 from typing import NamedTuple
@@ -27,7 +27,7 @@ class Routes(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Blocks of rows of one expert each. Row r stands for the pair ``pairs[r]``; the rows of an expert follow one another."""
+    """Blocks of rows of one expert each. Row r stands for the pair ``pairs[r]``; an expert's rows follow one another."""
 
     pairs: torch.Tensor  # int32 [T · X]; as many as are real are written
     blocks_3B: torch.Tensor  # int32: expert, first row, rows (0 = no block)
@@ -56,8 +56,8 @@ def _route_kernel(
     NORMALISE: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """A program chooses for BT · ROUNDS tokens. A probability and the expert's id are compared as one integer, so that ties go to
-    the lower id, and probabilities that are no numbers come first."""
+    """A program chooses for BT · ROUNDS tokens. A probability and the expert's id are compared as one integer, so that ties
+    go to the lower id, and probabilities that are no numbers come first."""
     chunk = tl.program_id(0)
     tokens = tl.minimum(tl.load(tokens_ptr), T)
     o_e, o_x = tl.arange(0, BE), tl.arange(0, BX)
@@ -166,7 +166,7 @@ def route_pairs(scores_TE: torch.Tensor, top_k: int, normalise: bool, tokens_1: 
 def route_blocks(
     scores_TE: torch.Tensor, top_k: int, normalise: bool, tokens_1: torch.Tensor, rows: int
 ) -> tuple[Routes, Work]:
-    """The choices, and their pairs in order of the experts in blocks of at most ``rows`` (a power of two); two launches."""
+    """The choices, and their pairs in order of the experts in blocks of at most ``rows``; two launches."""
     tokens, count = scores_TE.shape
     turns = triton.next_power_of_2(triton.cdiv(tokens, _TOKENS * _MOST_CHUNKS))
     chunks = triton.cdiv(tokens, _TOKENS * turns)

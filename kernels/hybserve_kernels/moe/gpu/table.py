@@ -39,4 +39,5 @@ def choose(dtype: torch.dtype, tokens: int, count: int, top_k: int, dim: int, wi
 
 
 def _depth(inputs: int, most: int) -> int:
-    return max(16, min(most, triton.next_power_of_2(inputs)))
+    depth: int = triton.next_power_of_2(inputs)
+    return max(16, min(most, depth))
