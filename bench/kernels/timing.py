@@ -17,6 +17,7 @@ def rounds_of(bytes_per_call: int, most: int = 64) -> int:
 def microseconds(calls: list[Callable[[], object]], repeat: int = 20, least_calls: int = 16) -> float:
     """Median time of one call in µs. ``calls`` do the same on different inputs; each is warmed up once, then all are
     captured in one graph (several times over, if they are few) that is replayed ``repeat`` times."""
+    torch.cuda.synchronize()  # the inputs are being made on another stream
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls:

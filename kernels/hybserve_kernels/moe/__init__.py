@@ -1,4 +1,5 @@
-"""Mixture of experts: routing, the chosen experts only, or every expert over the whole tile (deterministic).
+"""Mixture of experts. On a GPU ``moe_rows`` is all of it; for CPU tensors: routing, the chosen experts only, or every
+expert over the whole tile (deterministic).
 
 Legend: T tokens, D model dim, E experts, F expert width, X = top_k.
 """
@@ -7,9 +8,13 @@ import torch
 import torch.nn.functional as F
 
 from hybserve_kernels.device import require_cpu
+from hybserve_kernels.moe.gpu.groups import Groups, run_groups
+from hybserve_kernels.moe.gpu.pairs import Pairs, run_pairs
+from hybserve_kernels.moe.gpu.route import route_blocks, route_pairs
+from hybserve_kernels.moe.gpu.table import choose
 from hybserve_kernels.swiglu import swiglu
 
-__all__ = ["experts", "experts_whole", "route"]
+__all__ = ["experts", "experts_whole", "moe_rows", "route"]
 
 
 def route(scores_TE: torch.Tensor, top_k: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,3 +69,57 @@ def experts_whole(
         hidden = swiglu(F.linear(x_TD, gate_up_E2FD[expert]))
         out.addcmul_(F.linear(hidden, down_EDF[expert]), spread_TE[:, expert, None])
     return out
+
+
+def moe_rows(
+    x_TD: torch.Tensor,
+    scores_TE: torch.Tensor,
+    top_k: int,
+    normalise: bool,
+    gate_up_E2FD: torch.Tensor,
+    down_EDF: torch.Tensor,
+    tokens_1: torch.Tensor,
+    shared_TD: torch.Tensor | None = None,
+    shared_gate_T1: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    form: Pairs | Groups | None = None,
+) -> torch.Tensor:
+    """Routing by ``scores_TE``, the weighted sum of the chosen experts and, if given, + shared · sigmoid(shared_gate); [T, D].
+
+    T is an upper bound that sizes the launches: the first ``tokens_1`` (int32, on the device) rows are real, the rows
+    after them are neither read nor written. Rows may be strided; weights are contiguous. Products are summed in fp32 and
+    rounded where the reference rounds, the weighted parts are added in fp32 in order of the choices. The bits of a row
+    depend on that row, and on T through the form alone. ``form`` overrides the choice by shape. Raises ValueError for
+    shapes and dtypes that do not belong together."""
+    tokens, dim = x_TD.shape
+    count, _, width = down_EDF.shape
+    _check(x_TD, scores_TE, top_k, gate_up_E2FD, down_EDF)
+    assert tokens_1.dtype == torch.int32
+    assert (shared_TD is None) == (shared_gate_T1 is None)
+    assert x_TD.stride(1) == scores_TE.stride(1) == 1
+    assert gate_up_E2FD.is_contiguous()
+    assert down_EDF.is_contiguous()
+    if out is None:
+        out = torch.empty(tokens, dim, dtype=x_TD.dtype, device=x_TD.device)
+    if form is None:
+        form = choose(x_TD.dtype, tokens, count, top_k, dim, width)
+    rest = (gate_up_E2FD, down_EDF, shared_TD, shared_gate_T1, out, tokens_1)
+    if isinstance(form, Pairs):
+        run_pairs(form, x_TD, route_pairs(scores_TE, top_k, normalise, tokens_1), *rest)
+    else:
+        routes, work = route_blocks(scores_TE, top_k, normalise, tokens_1, form.rows)
+        run_groups(form, x_TD, routes, work, *rest)
+    return out
+
+
+def _check(
+    x_TD: torch.Tensor, scores_TE: torch.Tensor, top_k: int, gate_up_E2FD: torch.Tensor, down_EDF: torch.Tensor
+) -> None:
+    (tokens, dim), (count, _, width) = x_TD.shape, down_EDF.shape
+    if not 1 <= top_k <= count:
+        raise ValueError(f"moe_rows: top_k {top_k} of {count} experts")
+    if down_EDF.shape[1] != dim or gate_up_E2FD.shape != (count, 2 * width, dim) or scores_TE.shape != (tokens, count):
+        shapes = (*map(tuple, (x_TD.shape, scores_TE.shape, gate_up_E2FD.shape, down_EDF.shape)),)
+        raise ValueError(f"moe_rows: x, scores, gate_up and down of shapes {shapes} do not belong together")
+    if not x_TD.dtype == gate_up_E2FD.dtype == down_EDF.dtype:
+        raise ValueError(f"moe_rows: x and weights of dtype {x_TD.dtype}, {gate_up_E2FD.dtype}, {down_EDF.dtype}")

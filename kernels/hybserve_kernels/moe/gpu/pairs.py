@@ -1,0 +1,167 @@
+"""Few tokens: experts hardly repeat, so each pair of a token and a choice is a product of one row by itself, and the sum
+over the choices needs no launch of its own.
+
+Legend: T tokens, D model dim, E experts, F expert width, X = top_k.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from hybserve_kernels.moe.gpu.combine import with_shared
+from hybserve_kernels.moe.gpu.route import Routes
+from hybserve_kernels.swiglu.gpu import rounded_swiglu
+
+
+class Pairs(NamedTuple):
+    """Outputs of a program, and inputs at a time (powers of two)."""
+
+    up_outputs: int
+    up_depth: int
+    up_warps: int
+    down_outputs: int
+    down_depth: int
+    down_warps: int
+
+
+@triton.jit
+def _up_kernel(
+    x_ptr,  # [T, D], the last dimension contiguous
+    experts_ptr,  # int32 [T, X]
+    w_ptr,  # [E, 2F, D]
+    hidden_ptr,  # [T, X, F]
+    tokens_ptr,  # int32 [1]
+    x_stride,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    X: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    pair = tl.program_id(1)
+    if pair // X >= tl.load(tokens_ptr):
+        return
+    EVEN: tl.constexpr = D % BK == 0
+    zero: tl.constexpr = None if EVEN else 0.0
+    dtype = x_ptr.dtype.element_ty
+    expert = tl.load(experts_ptr + pair).to(tl.int64)
+    o_n = tl.program_id(0) * BN + tl.arange(0, BN)
+    r_n = tl.minimum(o_n, F - 1)
+    p_x = x_ptr + (pair // X).to(tl.int64) * x_stride
+    p_w = w_ptr + expert * 2 * F * D
+    acc = tl.zeros([BN, BK], dtype=tl.float32)
+    acc_up = tl.zeros([BN, BK], dtype=tl.float32)
+    for first in tl.static_range(0, D, BK):
+        o_k = first + tl.arange(0, BK)
+        inside = None if EVEN else (o_k < D)[None, :]
+        w = tl.load(p_w + r_n[:, None] * D + o_k[None, :], mask=inside, other=zero)
+        w_up = tl.load(p_w + F * D + r_n[:, None] * D + o_k[None, :], mask=inside, other=zero)
+        x = tl.load(p_x + r_n[:, None] * 0 + o_k[None, :], mask=inside, other=zero).to(tl.float32)
+        acc += w.to(tl.float32) * x
+        acc_up += w_up.to(tl.float32) * x
+    hidden = rounded_swiglu(tl.sum(acc, axis=1).to(dtype), tl.sum(acc_up, axis=1).to(dtype), dtype)
+    tl.store(hidden_ptr + pair.to(tl.int64) * F + o_n, hidden, mask=o_n < F)
+
+
+@triton.jit
+def _down_kernel(
+    hidden_ptr,  # [T, X, F]
+    experts_ptr,  # int32 [T, X]
+    weights_ptr,  # [T, X]
+    w_ptr,  # [E, D, F]
+    shared_ptr,  # [T, D], read if SHARED
+    gate_ptr,  # [T, 1], read if SHARED
+    out_ptr,  # [T, D]
+    tokens_ptr,  # int32 [1]
+    shared_stride,
+    gate_stride,
+    out_stride,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    X: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    SHARED: tl.constexpr,
+):
+    token = tl.program_id(1)
+    if token >= tl.load(tokens_ptr):
+        return
+    token = token.to(tl.int64)
+    EVEN: tl.constexpr = F % BK == 0
+    zero: tl.constexpr = None if EVEN else 0.0
+    dtype = out_ptr.dtype.element_ty
+    o_n = tl.program_id(0) * BN + tl.arange(0, BN)
+    r_n = tl.minimum(o_n, D - 1)
+    total = tl.zeros([BN], dtype=tl.float32)
+    for choice in tl.static_range(X):
+        pair = token * X + choice
+        p_w = w_ptr + tl.load(experts_ptr + pair).to(tl.int64) * D * F
+        weight = tl.load(weights_ptr + pair).to(tl.float32)
+        acc = tl.zeros([BN, BK], dtype=tl.float32)
+        for first in tl.static_range(0, F, BK):
+            o_k = first + tl.arange(0, BK)
+            inside = None if EVEN else (o_k < F)[None, :]
+            w = tl.load(p_w + r_n[:, None] * F + o_k[None, :], mask=inside, other=zero)
+            x = tl.load(hidden_ptr + pair * F + r_n[:, None] * 0 + o_k[None, :], mask=inside, other=zero)
+            acc += w.to(tl.float32) * x.to(tl.float32)
+        total += (tl.sum(acc, axis=1).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+    mask = o_n < D
+    if SHARED:
+        shared = tl.load(shared_ptr + token * shared_stride + o_n, mask=mask)
+        total = with_shared(total, shared, tl.load(gate_ptr + token * gate_stride), dtype)
+    tl.store(out_ptr + token * out_stride + o_n, total.to(dtype), mask=mask)
+
+
+def run_pairs(
+    form: Pairs,
+    x_TD: torch.Tensor,
+    routes: Routes,
+    gate_up_E2FD: torch.Tensor,
+    down_EDF: torch.Tensor,
+    shared_TD: torch.Tensor | None,
+    shared_gate_T1: torch.Tensor | None,
+    out_TD: torch.Tensor,
+    tokens_1: torch.Tensor,
+) -> None:
+    """Writes the result to ``out_TD``; two launches."""
+    tokens, top_k = routes.experts_TX.shape
+    _, dim, width = down_EDF.shape
+    hidden = x_TD.new_empty(tokens, top_k, width)
+    _up_kernel[(triton.cdiv(width, form.up_outputs), tokens * top_k)](
+        x_TD,
+        routes.experts_TX,
+        gate_up_E2FD,
+        hidden,
+        tokens_1,
+        x_TD.stride(0),
+        D=dim,
+        F=width,
+        X=top_k,
+        BN=form.up_outputs,
+        BK=form.up_depth,
+        num_warps=form.up_warps,
+    )
+    shared = hidden if shared_TD is None else shared_TD
+    gate = hidden if shared_gate_T1 is None else shared_gate_T1
+    _down_kernel[(triton.cdiv(dim, form.down_outputs), tokens)](
+        hidden,
+        routes.experts_TX,
+        routes.weights_TX,
+        down_EDF,
+        shared,
+        gate,
+        out_TD,
+        tokens_1,
+        shared.stride(0),
+        gate.stride(0),
+        out_TD.stride(0),
+        D=dim,
+        F=width,
+        X=top_k,
+        BN=form.down_outputs,
+        BK=form.down_depth,
+        SHARED=shared_TD is not None,
+        num_warps=form.down_warps,
+    )
