@@ -62,6 +62,11 @@ BENCHES = {
         ("tests/e2e/test_prefix.py", "tests/bench/test_warm.py"),
         "time to first token after a shared prefix of 4k tokens, cold and warm",
     ),
+    "gpu": Bench(
+        "bench.gpu",
+        ("tests/runner", "tests/e2e/test_triton_engine.py"),
+        "the engine on a GPU without HTTP: decode, prefill, mixed traffic, reuse",
+    ),
     "kernels": Bench(
         "bench.kernels",
         ("tests/kernels",),

@@ -247,7 +247,7 @@ class StepMaker:
 
         Who waits for a prefix that a running prefill is about to publish holds nothing and is passed.
         """
-        limits, running, waiting = self._limits, self._running, self._waiting
+        running, waiting = self._running, self._waiting
         place = 0
         while place < len(waiting):
             spare = self._spare(draft, len(draft.rows))

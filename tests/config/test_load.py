@@ -154,7 +154,6 @@ def test_an_overridden_value_is_not_judged(load):
     [
         ("engine.tensor_parallel", "2"),
         ("engine.pipeline_parallel", "3"),
-        ("engine.backend", "cuda"),
         ("memory.kv_dtype", "fp8"),
     ],
 )
