@@ -22,6 +22,7 @@ class Reply:
     usage: dict[str, Any] | None = None
     error: str | None = None
     finished: bool = False  # the stream ended with [DONE]
+    kept: list[bytes] | None = None  # JSON of every event with choices, if asked for
 
 
 class _Connection(asyncio.Protocol):
@@ -121,6 +122,8 @@ class _Connection(asyncio.Protocol):
     def _event(self, data: bytes, now: float) -> None:
         if b'"choices":[{' in data:  # a token; its content does not matter here
             self._reply.times.append(now)
+            if self._reply.kept is not None:
+                self._reply.kept.append(data)
             return
         event = json.loads(data)
         if "error" in event:
@@ -158,14 +161,14 @@ class Client:
         self._timeout = timeout
         self._idle: list[_Connection] = []
 
-    async def post(self, path: str, body: dict[str, Any], started: float | None = None) -> Reply:
-        """One streamed answer. ``started``: when the request should have been sent (open loop), default now."""
-        payload = json.dumps(body).encode()
+    async def post(self, path: str, payload: bytes, started: float | None = None, keep: bool = False) -> Reply:
+        """One streamed answer to a JSON body. ``started``: when the request should have been sent (open loop), default
+        now. ``keep``: the events stay in the reply."""
         head = (
             f"POST {self._prefix}{path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n{self._auth}"
             f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
         )
-        reply = Reply(started=time.monotonic() if started is None else started)
+        reply = Reply(started=time.monotonic() if started is None else started, kept=[] if keep else None)
         try:
             connection = await self._connection()
         except OSError as error:

@@ -3,11 +3,12 @@
 ``SWEEP=1`` times every shape of launch in ``DECODE_SWEEP`` and ``PREFILL_SWEEP`` too.
 """
 
+import math
 import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
@@ -27,26 +28,21 @@ M1, M2 = (16, 4, 256), (16, 2, 256)
 SWEEP = os.environ.get("SWEEP") == "1"
 #: Most pages of a sequence, as a server with 40k of context has them.
 TABLE_WIDTH = 640
+#: As many programs as stay on a multiprocessor at a time.
 DECODE_SWEEP = [
     decode.Shape(*shape)
-    for shape in [
-        (2, 32, 4, 3),
-        (2, 32, 4, 4),
-        (2, 32, 8, 3),
-        (2, 32, 8, 4),
-        (2, 64, 4, 2),
-        (2, 64, 8, 2),
-        (1, 64, 4, 3),
-        (1, 64, 4, 4),
-        (1, 64, 8, 4),
-        (4, 16, 4, 4),
-        (4, 32, 4, 3),
-    ]
-]
+    for shape in (
+        (2, 32, 4, 3), (2, 32, 4, 4), (2, 32, 8, 3), (2, 32, 8, 4), (2, 64, 4, 2), (1, 64, 4, 3), (1, 64, 4, 4),
+        (1, 64, 8, 4), (3, 16, 4, 4), (4, 16, 2, 3), (3, 16, 2, 4),
+    )
+]  # fmt: skip
 PREFILL_SWEEP = [
     prefill.Shape(*shape)
-    for shape in [(128, 64, 8, 2), (128, 64, 8, 3), (128, 32, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 3)]
+    for shape in ((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 3))
 ]
+#: Names the form of ``prefill_hopper`` where a shape of a launch may stand.
+HOPPER = "hopper"
+Variant = decode.Shape | prefill.Shape | str | None
 DECODE_PEERS = {
     (1, 4096): 15.7,
     (8, 4096): 43.0,
@@ -56,7 +52,16 @@ DECODE_PEERS = {
     (1, 32768): 46.0,
 }
 PREFILL_PEERS = {2048: 58.0, 8192: 696.0, 32768: 12107.0}
-CLOSE = {torch.float32: (1e-4, 1e-5), torch.float16: (4e-3, 4e-3), torch.bfloat16: (2e-2, 2e-2)}
+#: Largest error of the output of a head of a token, of its norm.
+CLOSE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+CASES = [
+    (M1, torch.bfloat16),
+    (M2, torch.bfloat16),
+    ((8, 8, 128), torch.float16),
+    ((8, 1, 64), torch.bfloat16),
+    (M1, torch.float32),
+    ((4, 2, 32), torch.float32),
+]
 
 
 class Batch(NamedTuple):
@@ -127,115 +132,132 @@ def _q_gate_out(
 
 
 def check() -> None:
-    torch.manual_seed(0)
+    """Prints the errors of all cases. A variant of the sweep that fails is no failure: ``measure`` leaves it out."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    hopper = ThreadPoolExecutor(1).submit(_hopper_works)
-    cases = [
-        (M1, torch.bfloat16),
-        (M2, torch.bfloat16),
-        ((8, 8, 128), torch.float16),
-        ((8, 1, 64), torch.bfloat16),
-        (M1, torch.float32),
-        ((4, 2, 32), torch.float32),
-    ]
-    for heads, dtype in cases:
-        _check(heads, dtype, None, None)
+    hopper = ThreadPoolExecutor(1).submit(_hopper_works, 100)
+    failed = [case for case in CASES if not all([_decodes(*case, None), _prefills(*case, None)])]
     if SWEEP:
         for decode_shape in DECODE_SWEEP:
-            _check(M1, torch.bfloat16, decode_shape, None)
+            _decodes(M1, torch.bfloat16, decode_shape)
         for prefill_shape in PREFILL_SWEEP:
-            _check(M1, torch.bfloat16, None, prefill_shape)
+            _prefills(M1, torch.bfloat16, prefill_shape)
     for tokens in (1, 64):
         _prepare_call(tokens, M1)()
         _prepare_call(tokens, M2)()
     torch.cuda.synchronize()
     print("hopper works:", hopper.result())
-
-
-def _check(
-    heads: tuple[int, int, int],
-    dtype: torch.dtype,
-    decode_shape: decode.Shape | None,
-    prefill_shape: prefill.Shape | None,
-) -> None:
-    name = f"{heads} {dtype} {decode_shape} {prefill_shape}"
-    if prefill_shape is None:
-        lengths = [1, 300, 64, 65, 4097, 2500, 63]
-        batch = _batch(lengths, heads, 2, dtype)
-        pool = batch.pool_PL2JGd[:, 1]
-        q, gate, out = _q_gate_out(len(lengths) + 1, heads, dtype)
-        decode_rows(q, pool, _decode(batch), heads[2] ** -0.5, gate, out, decode_shape)
-        starts = [length - 1 for length in lengths]
-        _compare(f"decode {name}", batch, pool, starts, q, gate, out)
-    if decode_shape is None:
-        lengths, starts = [1, 200, 64, 1025, 129, 700], [0, 0, 0, 0, 128, 512]
-        batch = _batch(lengths, heads, 2, dtype)
-        pool = batch.pool_PL2JGd[:, 1]
-        q, gate, out = _q_gate_out(sum(lengths) - sum(starts) + 5, heads, dtype)
-        prefill_rows(q, pool, _prefill(batch, starts), heads[2] ** -0.5, gate, out, prefill_shape)
-        _compare(f"prefill {name}", batch, pool, starts, q, gate, out)
-
-
-def _hopper_works() -> bool:
-    """``check_hopper`` in a process of its own, so that one that hangs stops nothing else."""
-    command = [sys.executable, "-c", "from bench.kernels import attention; attention.check_hopper()"]
-    try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=100)
-    except subprocess.TimeoutExpired:
-        print("hopper hangs")
-        return False
-    if done.returncode:
-        print(done.stdout[-2000:])
-    return done.returncode == 0
+    assert not failed, failed
 
 
 def check_hopper() -> None:
     """Of the form for warpgroups."""
-    torch.manual_seed(0)
-    for heads in (M1, M2, (8, 8, 128)):
-        lengths, starts = [1, 200, 64, 1025, 129, 700], [0, 0, 0, 0, 128, 512]
-        batch = _batch(lengths, heads, 2, torch.bfloat16)
-        pool = batch.pool_PL2JGd[:, 1]
-        q, gate, out = _q_gate_out(sum(lengths) - sum(starts) + 5, heads, torch.bfloat16)
-        prefill_rows_hopper(q, pool, _prefill(batch, starts), heads[2] ** -0.5, gate, out, 2)
-        _compare(f"hopper {heads}", batch, pool, starts, q, gate, out)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    works = [_prefills(heads, torch.bfloat16, HOPPER) for heads in (M1, M2, (8, 8, 128))]
+    sys.exit(0 if all(works) else 1)
+
+
+def _hopper_works(seconds: float) -> bool:
+    """``check_hopper`` in a process of its own, so that one that hangs stops nothing else."""
+    command = [sys.executable, "-c", "from bench.kernels import attention; attention.check_hopper()"]
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        print("hopper hangs")
+        return False
+    if done.returncode or SWEEP:
+        print(done.stdout[-2000:])
+    return done.returncode == 0
+
+
+def _decodes(heads: tuple[int, int, int], dtype: torch.dtype, shape: decode.Shape | None) -> bool:
+    lengths = [1, 300, 64, 65, 4097, 2500, 63]
+    starts = [length - 1 for length in lengths]
+    return _compare("decode", heads, dtype, shape, lengths, starts)
+
+
+def _prefills(heads: tuple[int, int, int], dtype: torch.dtype, shape: prefill.Shape | str | None) -> bool:
+    return _compare("prefill", heads, dtype, shape, [1, 200, 64, 1025, 129, 700, 4300], [0, 0, 0, 0, 128, 512, 4096])
 
 
 def _compare(
-    name: str,
-    batch: Batch,
-    pool: torch.Tensor,
+    what: str,
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    shape: Variant,
+    lengths: list[int],
     starts: list[int],
+) -> bool:
+    """Runs rows of ``lengths`` from ``starts`` on and prints their largest error, or why there is none."""
+    kind = str(dtype).removeprefix("torch.")
+    name = f"{what} {' '.join(map(str, heads))} {kind} {_name(shape)}"
+    torch.manual_seed(0)
+    try:
+        batch = _batch(lengths, heads, 2, dtype)
+        pool = batch.pool_PL2JGd[:, 1]
+        q, gate, out = _q_gate_out(sum(lengths) - sum(starts) + 5, heads, dtype)
+        _call(batch, starts, shape, pool, q, gate, out)()
+        errors = list(_errors(batch, pool, starts, q, gate, out))
+        left = bool(out[sum(lengths) - sum(starts) :].isnan().all())
+    except Exception as error:  # of a compiler or a launch: the next case may still run
+        print(f"{name:<46} failed: {type(error).__name__}: {str(error)[:200]}")
+        return False
+    good = left and all(error < CLOSE[dtype] for error in errors)
+    told = f"{max(errors):.1e}"
+    if not good:
+        told = f"wrong: {' '.join(f'{error:.1e}' for error in errors)}{'' if left else ', padding written'}"
+    print(f"{name:<46} {told}", flush=True)
+    return good
+
+
+def _call(
+    batch: Batch,
+    starts: list[int],
+    shape: Variant,
+    pool: torch.Tensor,
     q: torch.Tensor,
     gate: torch.Tensor,
     out: torch.Tensor,
-) -> None:
+) -> Callable[[], object]:
+    """Decode rows if all rows start at their last token."""
+    scale = pool.shape[4] ** -0.5
+    if isinstance(shape, decode.Shape | None) and starts == [length - 1 for length in batch.lengths]:
+        return partial(decode_rows, q, pool, _decode(batch), scale, gate, out, shape)
+    assert not isinstance(shape, decode.Shape)
+    if isinstance(shape, str):
+        return partial(prefill_rows_hopper, q, pool, _prefill(batch, starts), scale, gate, out)
+    return partial(prefill_rows, q, pool, _prefill(batch, starts), scale, gate, out, shape)
+
+
+def _errors(
+    batch: Batch, pool: torch.Tensor, starts: list[int], q: torch.Tensor, gate: torch.Tensor, out: torch.Tensor
+) -> Iterator[float]:
+    """Of each row; NaN is infinite."""
     begin = 0
-    rtol, atol = CLOSE[out.dtype]
     for length, table, start in zip(batch.lengths, batch.tables, starts, strict=True):
         own = slice(begin, begin + length - start)
-        want = reference.attention(q[own], pool, table, start, pool.shape[4] ** -0.5) * torch.sigmoid(gate[own])
-        got = out[own].view_as(want)
-        assert torch.allclose(got, want, rtol=rtol, atol=atol), f"{name} {length}: {(got - want).abs().max()}"
+        want = reference.attention(q[own].float(), pool, table, start, pool.shape[4] ** -0.5)
+        want = want * torch.sigmoid(gate[own].float())
+        got = out[own].view_as(want).float()
+        yield float(((got - want).norm(dim=-1) / want.norm(dim=-1)).nan_to_num(nan=float("inf")).max())
         begin = own.stop
-    assert bool(out[begin:].isnan().all()), name
 
 
 def measure() -> list[Row]:
-    rows = []
-    hopper = _hopper_works()
-    for tokens in (1, 64, 256, 2048, 8192):
-        rows.append(_time_prepare(tokens, M1))
-    shapes = [(1, 300), (1, 4096), (1, 32768), (8, 4096), (8, 32768), (64, 4096), (256, 300), (256, 1024)]
-    for count, length in shapes:
-        for variant in [None, *(DECODE_SWEEP if SWEEP else [])]:
-            rows.append(
-                _time_decode(f"{count}x{length}", [length] * count, M1, variant, DECODE_PEERS.get((count, length)))
-            )
+    decodes: list[Variant] = [None, *(shape for shape in DECODE_SWEEP if SWEEP and _decodes(M1, torch.bfloat16, shape))]
+    prefills: list[Variant] = [
+        None,
+        *([HOPPER] if _hopper_works(40) else []),
+        *(shape for shape in PREFILL_SWEEP if SWEEP and _prefills(M1, torch.bfloat16, shape)),
+    ]
+    rows = [_time_prepare(tokens, M1) for tokens in (1, 64, 256, 2048, 8192)]
+    for count, length in [(1, 300), (1, 4096), (1, 32768), (8, 4096), (8, 32768), (64, 300), (64, 4096), (256, 300),
+                          (256, 1024)]:  # fmt: skip
+        peer = DECODE_PEERS.get((count, length))
+        rows += _time(f"decode {count}x{length}", [length] * count, None, M1, decodes, peer)
     random.seed(0)
     uneven = [40_000] + [int(2 ** random.uniform(0, 12)) for _ in range(63)]
-    rows.append(_time_decode("64 of 1..40000", uneven, M1, None, None))
-    rows.append(_time_decode("M2 64x4096", [4096] * 64, M2, None, None))
+    rows += _time("decode 64 of 1..40000", uneven, None, M1, decodes, None)
+    rows += _time("decode M2 64x4096", [4096] * 64, None, M2, [None], None)
     for lengths, starts, name in [
         ([128], [0], "1x128"),
         ([2048], [0], "1x2048"),
@@ -243,12 +265,40 @@ def measure() -> list[Row]:
         ([32768], [0], "1x32768"),
         ([1024] * 8, [0] * 8, "8x1024"),
         ([17408], [16384], "1024 after 16384"),
+        ([32832], [32768], "64 after 32768"),
     ]:
-        for shape in [None, *([2] if hopper else []), *(PREFILL_SWEEP if SWEEP else [])]:
-            peer = PREFILL_PEERS.get(lengths[0]) if not starts[0] else None
-            rows.append(_time_prefill(name, lengths, starts, M1, shape, peer))
-    rows.append(_time_prefill("M2 1x8192", [8192], [0], M2, None, None))
+        peer = PREFILL_PEERS.get(lengths[0]) if not starts[0] else None
+        rows += _time(f"prefill {name}", lengths, starts, M1, prefills, peer)
+    rows += _time("prefill M2 1x8192", [8192], [0], M2, [None], None)
+    if SWEEP:
+        _print_best(rows, "decode")
+        _print_best(rows, "prefill")
     return rows
+
+
+def _print_best(rows: list[Row], what: str) -> None:
+    """The best variant of each shape, then the one that is best over all (by the product of times)."""
+    times: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row.shape.startswith(what):
+            times.setdefault(row.shape, {})[row.variant] = row.us
+    times = {shape: of for shape, of in times.items() if len(of) > 1}
+    if not times:
+        return
+    for shape, of in times.items():
+        best = min(of, key=of.__getitem__)
+        print(f"# {shape}: {_code(best)} {of[best]:.1f} µs, as it stands {of['']:.1f}")
+    common = set.intersection(*(set(of) for of in times.values()))
+    overall = {variant: math.prod(of[variant] / of[""] for of in times.values()) for variant in common}
+    for variant in sorted(common, key=overall.__getitem__)[:3]:
+        print(f"# all of {what}: {_code(variant)} takes {overall[variant] ** (1 / len(times)):.3f} of the time")
+
+
+def _code(variant: str) -> str:
+    """As it is written in ``shape_of``."""
+    if variant == HOPPER:
+        return "WARPGROUPS = True"
+    return f"Shape({variant.replace(' ', ', ')})" if variant else "as it stands"
 
 
 def _prepare_call(tokens: int, heads: tuple[int, int, int]) -> Callable[[], object]:
@@ -273,47 +323,39 @@ def _time_prepare(tokens: int, heads: tuple[int, int, int]) -> Row:
     return Row("attention", f"prepare {tokens}", "", microseconds(calls), traffic)
 
 
-def _time_decode(
-    name: str, lengths: list[int], heads: tuple[int, int, int], shape: decode.Shape | None, peer: float | None
-) -> Row:
-    _, kv_heads, dim = heads
-    traffic = sum(lengths) * 2 * kv_heads * dim * 2
-    layers = rounds_of(traffic, 256)
-    batch = _batch(lengths, heads, layers, torch.bfloat16)
-    q, gate, out = _q_gate_out(len(lengths), heads, torch.bfloat16)
-    rows = _decode(batch)
-    pools = batch.pool_PL2JGd.unbind(1)
-    calls: list[Callable[[], object]] = [
-        partial(decode_rows, q, pool, rows, dim**-0.5, gate, out, shape) for pool in pools
-    ]
-    us = microseconds(calls, repeat=10)
-    return Row("attention", f"decode {name}", _name(shape), us, traffic, 0.0, peer, "FA3" if peer else "")
-
-
-def _time_prefill(
+def _time(
     name: str,
     lengths: list[int],
-    starts: list[int],
+    starts: list[int] | None,
     heads: tuple[int, int, int],
-    shape: prefill.Shape | int | None,
+    variants: list[Variant],
     peer: float | None,
-) -> Row:
+) -> list[Row]:
+    """Rows of ``lengths`` from ``starts`` on (None = decode rows). A variant that fails is left out."""
     q_heads, kv_heads, dim = heads
+    decoding = starts is None
+    starts = [length - 1 for length in lengths] if starts is None else starts
     tokens = sum(lengths) - sum(starts)
     seen = sum((length * (length + 1) - start * (start + 1)) / 2 for length, start in zip(lengths, starts, strict=True))
+    flops = 0.0 if decoding else 4 * q_heads * dim * seen
     traffic = 2 * sum(lengths) * kv_heads * dim * 2 + 2 * tokens * q_heads * dim * 2
-    batch = _batch(lengths, heads, 2, torch.bfloat16)
-    q, gate, out = _q_gate_out(tokens, heads, torch.bfloat16)
-    rows = _prefill(batch, starts)
-    pools = batch.pool_PL2JGd.unbind(1)
-    run: Callable[..., object] = prefill_rows_hopper if isinstance(shape, int) else prefill_rows
-    calls: list[Callable[[], object]] = [partial(run, q, pool, rows, dim**-0.5, gate, out, shape) for pool in pools]
-    flops = 4 * q_heads * dim * seen
-    us = microseconds(calls, repeat=5, least_calls=2 if flops > 1e12 else 8)
-    return Row("attention", f"prefill {name}", _name(shape), us, traffic, flops, peer, "FA3" if peer else "")
+    batch = _batch(lengths, heads, rounds_of(traffic, 256) if decoding else 2, torch.bfloat16)
+    inputs = _q_gate_out(tokens, heads, torch.bfloat16)
+    rows = []
+    for variant in variants:
+        calls = [_call(batch, starts, variant, pool, *inputs) for pool in batch.pool_PL2JGd.unbind(1)]
+        try:
+            us = microseconds(calls, repeat=5, least_calls=2 if flops > 1e12 else 8)
+        except Exception as error:
+            if variant is None:
+                raise
+            print(f"{name} {_name(variant)}: {type(error).__name__}: {str(error)[:200]}")
+            continue
+        rows.append(Row("attention", name, _name(variant), us, traffic, flops, peer, "FA3" if peer else ""))
+    return rows
 
 
-def _name(shape: decode.Shape | prefill.Shape | int | None) -> str:
-    if isinstance(shape, int):
-        return f"hopper {shape}"
+def _name(shape: Variant) -> str:
+    if isinstance(shape, str):
+        return shape
     return "" if shape is None else " ".join(map(str, shape))

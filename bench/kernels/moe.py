@@ -1,6 +1,6 @@
 """Mixture of experts at the shape of Qwen3.5-35B-A3B: routing, experts, the sum with the shared expert; random scores.
 
-The bytes of a row are those of the experts that are touched. ``SWEEP=1`` times the other forms at each size of step too.
+The bytes of a row are those of the experts that are touched. ``SWEEP=1`` times other forms at each size of step too.
 """
 
 import os

@@ -6,6 +6,7 @@ import torch
 from hybserve_kernels import causal_conv
 from hybserve_kernels.causal_conv import reference as convolution
 from hybserve_kernels.gated_delta import decode_rows, reference
+from hybserve_kernels.gated_delta.gpu.decode import Shape
 from hybserve_kernels.rms_norm import reference as rms_norm
 from hybserve_kernels.rows import DecodeRows
 
@@ -14,6 +15,13 @@ HEADS = [(2, 4, 16, 32), (1, 3, 32, 16), (2, 2, 24, 40), (1, 4, 64, 64)]
 WIDTHS = [4, 2, 3, 4]
 #: Of the norm of what is compared; the interpreter cuts off where bf16 should be rounded.
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 3e-2 if DEVICE == "cuda" else 1e-1}
+#: Both forms, in slices and whole.
+SHAPES = [
+    Shape(16, 2, None, False, True),
+    Shape(64, 4, 128, False, False),
+    Shape(16, 2, None, True, True),
+    Shape(64, 4, None, True, False),
+]
 NAN, EPS = float("nan"), 1e-6
 
 
@@ -54,7 +62,9 @@ class Layer:
         wide[:, : self.columns] = torch.randn(count, self.columns, device=DEVICE).to(self.dtype)
         return wide[:, : self.columns]
 
-    def run(self, projected: torch.Tensor, lengths: list[int], slots: list[int]) -> torch.Tensor:
+    def run(
+        self, projected: torch.Tensor, lengths: list[int], slots: list[int], shape: Shape | None = None
+    ) -> torch.Tensor:
         out = torch.full((projected.shape[0], self.heads[1] * self.heads[3]), NAN, dtype=self.dtype, device=DEVICE)
         tables = torch.full((len(lengths), 1), 1 << 30, dtype=torch.int32, device=DEVICE)
         rows = DecodeRows(len(lengths), _ints(lengths), _ints(slots), tables)
@@ -71,6 +81,7 @@ class Layer:
             self.heads,
             rows,
             out,
+            shape,
         )
         return out
 
@@ -92,15 +103,16 @@ def _close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
     assert (got.float() - want.float()).norm() <= CLOSE[dtype] * want.float().norm()
 
 
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "width"), list(zip(HEADS, WIDTHS, strict=True)))
-def test_rows_are_the_reference(heads: tuple[int, int, int, int], width: int, dtype: torch.dtype) -> None:
+def test_rows_are_the_reference(heads: tuple[int, int, int, int], width: int, dtype: torch.dtype, shape: Shape) -> None:
     lengths, slots = [7, 0, 64, 1, 300, 0], [5, 3, 1, 8, 2, 0]
     filled = [slot for slot, length in zip(slots, lengths, strict=True) if length]
     layer = Layer(heads, width, dtype, filled)
     projected = layer.tokens(9)
     windows, matrices = layer.windows.clone(), layer.matrices.clone()
-    out = layer.run(projected, lengths, slots)
+    out = layer.run(projected, lengths, slots, shape)
     for n, (length, slot) in enumerate(zip(lengths, slots, strict=True)):
         if length:
             want, window, state = layer.expected(projected[n : n + 1], windows[slot], matrices[slot])

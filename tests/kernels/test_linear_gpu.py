@@ -3,7 +3,8 @@ import torch
 from hybserve_kernels import linear as maps
 from hybserve_kernels.linear import reference
 from hybserve_kernels.linear.gpu.gemv import Gemv, gemv
-from hybserve_kernels.linear.gpu.table import choose, chosen
+from hybserve_kernels.linear.gpu.stream import Stream, stream
+from hybserve_kernels.linear.gpu.table import Choice, choose, chosen
 from hybserve_kernels.linear.gpu.tiles import Tiles, tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -53,18 +54,12 @@ def test_one_row_stored_and_added(config: Gemv, inputs: int, outputs: int, biase
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(("config", "inputs", "outputs"), [(Gemv(2, 64, 2), 64, 7), (Gemv(4, 128, 4), 104, 5)])
-def test_one_row_with_norm_and_activation(config: Gemv, inputs: int, outputs: int, dtype: torch.dtype) -> None:
+def test_one_row_with_activation(config: Gemv, inputs: int, outputs: int, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
-    hidden, scale = rows_of(1, inputs, dtype), 1 + 0.3 * torch.randn(inputs, device=DEVICE)
-    weight = weight_of(2 * outputs, inputs, dtype)
-    out = torch.empty(1, 2 * outputs, device=DEVICE, dtype=dtype)
-    gemv(config, hidden, weight, out, norm=(scale, 1e-6))
-    close(out, reference.norm_linear(hidden, scale, 1e-6, weight))
+    x, weight = rows_of(1, inputs, dtype), weight_of(2 * outputs, inputs, dtype)
     out = torch.empty(1, outputs, device=DEVICE, dtype=dtype)
-    gemv(config, hidden, weight, out, norm=(scale, 1e-6), swiglu=True)
-    close(out, reference.norm_linear_swiglu(hidden, scale, 1e-6, weight))
-    gemv(config, hidden, weight, out, swiglu=True)
-    close(out, reference.linear_swiglu(hidden, weight))
+    gemv(config, x, weight, out, swiglu=True)
+    close(out, reference.linear_swiglu(x, weight))
 
 
 TILES = [
@@ -103,13 +98,39 @@ def test_tiles_with_activation(config: Tiles, rows: int, outputs: int, inputs: i
     close(out, reference.linear_swiglu(x, weight))
 
 
+STREAMS = [
+    pytest.param(Stream(32, 16, 32, 4, 3, 3), 5, 72, 96, id="whole tiles"),
+    pytest.param(Stream(32, 16, 32, 4, 3, 7), 5, 72, 160, id="tiles in three or four pieces"),
+    pytest.param(Stream(64, 16, 32, 4, 3, 40), 33, 72, 96, id="a block each"),
+    pytest.param(Stream(16, 16, 32, 4, 3, 5), 20, 40, 104, id="ragged inputs"),
+    pytest.param(Stream(16, 16, 32, 4, 3, 5), 20, 100, 64, id="several tiles each"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("config", "rows", "outputs", "inputs"), STREAMS)
+def test_streams(config: Stream, rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(6)
+    x, weight = rows_of(rows, inputs, dtype), weight_of(2 * outputs, inputs, dtype)
+    bias, hidden = torch.randn(outputs, device=DEVICE).to(dtype), rows_of(rows, outputs, dtype)
+    out = torch.empty(rows, outputs, device=DEVICE, dtype=dtype)
+    stream(config, x, weight[:outputs], out)
+    close(out, reference.linear(x, weight[:outputs]))
+    stream(config, x, weight, out, swiglu=True)
+    close(out, reference.linear_swiglu(x, weight))
+    expected = reference.linear_add(hidden, x, weight[:outputs], bias)
+    stream(config, x, weight[:outputs], hidden, bias, add=True)
+    close(hidden, expected)
+    assert bool(hidden._base[:, :8].isnan().all() and hidden._base[:, -8:].isnan().all())
+
+
 @pytest.mark.parametrize("ours", [True, False])
 @pytest.mark.parametrize("rows", [1, 6])
 def test_all_functions_by_our_kernels_and_by_the_library(
     rows: int, ours: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def pick(kind: str, device: torch.device, dtype: torch.dtype, rows: int, *shape: int) -> Gemv | Tiles | None:
-        return chosen(kind, rows, *shape) if ours else None
+    def pick(kind: str, x_MK: torch.Tensor, outputs: int) -> Choice | None:
+        return chosen(kind, rows, outputs, x_MK.shape[1]) if ours else None
 
     monkeypatch.setattr(maps, "choose", pick)
     torch.manual_seed(4)
@@ -129,14 +150,11 @@ def test_all_functions_by_our_kernels_and_by_the_library(
 
 
 def test_which_shapes_have_kernels_of_our_own() -> None:
-    gpu = torch.device("cuda")
-    assert choose("plain", torch.device("cpu"), torch.bfloat16, 1, 4096, 4096) is None
-    assert choose("plain", gpu, torch.float32, 1, 4096, 4096) is None
-    assert isinstance(choose("norm", gpu, torch.bfloat16, 1, 4096, 4096), Gemv)
-    assert choose("norm", gpu, torch.bfloat16, 1, 4096, 12288) is None
-    assert isinstance(choose("swiglu", gpu, torch.bfloat16, 9, 4000, 4096), Tiles)
-    assert choose("plain", gpu, torch.bfloat16, 9, 4000, 4100) is None
-    assert choose("plain", gpu, torch.bfloat16, 5000, 4096, 4096) is None
+    assert choose("plain", torch.empty(1, 4096, dtype=torch.bfloat16), 4096) is None
+    assert isinstance(chosen("plain", 1, 4000, 4096), Gemv)
+    assert isinstance(chosen("swiglu", 9, 4000, 4096), Tiles)
+    assert chosen("plain", 9, 4000, 4100) is None
+    assert chosen("plain", 5000, 4096, 4096) is None
 
 
 @pytest.mark.gpu
@@ -144,9 +162,10 @@ def test_which_shapes_have_kernels_of_our_own() -> None:
 def test_split_products_have_the_same_bits_every_time() -> None:
     torch.manual_seed(5)
     x, weight = rows_of(32, 4096, torch.bfloat16), weight_of(4096, 4096, torch.bfloat16)
-    config, outs = Tiles(64, 32, 128, 4, 4, splits=4), []
-    for _ in range(50):
-        out = torch.empty(32, 4096, device=DEVICE, dtype=torch.bfloat16)
-        tiles(config, x, weight, out)
-        outs.append(out)
-    assert all(torch.equal(out, outs[0]) for out in outs)
+    for config in (Tiles(64, 32, 128, 4, 4, splits=4), Stream(64, 32, 128, 4, 4, 132)):
+        outs = []
+        for _ in range(50):
+            out = torch.empty(32, 4096, device=DEVICE, dtype=torch.bfloat16)
+            maps.launch(config, x, weight, out)
+            outs.append(out)
+        assert all(torch.equal(out, outs[0]) for out in outs)

@@ -27,7 +27,8 @@ def attention(
     joined = torch.cat([pool_P2JGd[page] for page in pages], dim=2)[:, :, :length].float()
     k_HLd, v_HLd = (part.repeat_interleave(heads // part.shape[0], dim=0) for part in joined)
     scores_HTL = q_THd.float().transpose(0, 1) @ k_HLd.transpose(1, 2) * scale
-    ahead = torch.arange(length) > torch.arange(start, length)[:, None]
+    positions_L = torch.arange(length, device=q_THd.device)
+    ahead = positions_L > positions_L[start:, None]
     weights_HTL = torch.softmax(scores_HTL.masked_fill(ahead, float("-inf")), dim=-1)
     out_HTd: torch.Tensor = weights_HTL @ v_HLd
     return out_HTd.transpose(0, 1).to(q_THd.dtype)

@@ -84,13 +84,13 @@ def moe_rows(
     out: torch.Tensor | None = None,
     form: Pairs | Groups | None = None,
 ) -> torch.Tensor:
-    """Routing by ``scores_TE``, the weighted sum of the chosen experts and, if given, + shared · sigmoid(shared_gate); [T, D].
+    """Routing, the weighted sum of the chosen experts and, if given, + shared · sigmoid(shared_gate); [T, D].
 
     T is an upper bound that sizes the launches: the first ``tokens_1`` (int32, on the device) rows are real, the rows
-    after them are neither read nor written. Rows may be strided; weights are contiguous. Products are summed in fp32 and
-    rounded where the reference rounds, the weighted parts are added in fp32 in order of the choices. The bits of a row
-    depend on that row, and on T through the form alone. ``form`` overrides the choice by shape. Raises ValueError for
-    shapes and dtypes that do not belong together."""
+    after them are neither read nor written. Rows may be strided; weights are contiguous. Products are summed in fp32
+    and rounded where the reference rounds, the weighted parts are added in fp32 in order of the choices. The bits of a
+    row depend on that row, and on T through the form alone. ``form`` overrides the choice by shape. Raises ValueError
+    for shapes and dtypes that do not belong together."""
     tokens, dim = x_TD.shape
     count, _, width = down_EDF.shape
     _check(x_TD, scores_TE, top_k, gate_up_E2FD, down_EDF)

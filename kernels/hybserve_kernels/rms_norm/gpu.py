@@ -7,14 +7,14 @@ import torch
 import triton
 import triton.language as tl
 
-from hybserve_kernels.overlap import overlaps
+from hybserve_kernels.overlap import overlaps_at
 from hybserve_kernels.overlap.gpu import begin
 
 #: Elements that a program norms at a time, where rows are short.
 _BLOCK = 2048
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rms_norm_kernel(
     x_ptr,  # [rows / HEADS, HEADS, D], the last dimension contiguous; + delta is stored here if ADD
     delta_ptr,  # [rows, D], read if ADD
@@ -68,7 +68,7 @@ def rms_norm(
     heads = x.shape[1] if x.dim() == 3 else 1
     rows, block = x.shape[0] * heads, triton.next_power_of_2(size)
     out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
-    early = overlaps(x.device)
+    early = overlaps_at(x.device, x.shape[0])
     at_once = max(1, _BLOCK // block)
     _rms_norm_kernel[(triton.cdiv(rows, at_once),)](
         x,

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hybserve_kernels.overlap import overlaps
+from hybserve_kernels.overlap import overlaps_at
 from hybserve_kernels.overlap.gpu import begin
 
 _BLOCK, _WARPS = 1024, 4
@@ -39,7 +39,7 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     assert rows.stride(1) == 1
     size = rows.shape[1] // 2
     out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype, device=gate_up.device)
-    early = overlaps(rows.device)
+    early = overlaps_at(rows.device, rows.shape[0])
     _swiglu_kernel[(rows.shape[0], triton.cdiv(size, _BLOCK))](
         rows, out, size, rows.stride(0), BF=_BLOCK, EARLY=early, num_warps=_WARPS, launch_pdl=early
     )

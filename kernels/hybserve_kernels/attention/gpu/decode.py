@@ -103,7 +103,8 @@ def decode_rows(
         num_warps=warps,
         num_stages=stages,
     )
-    together = 1 if rows.rows * heads <= 512 else group
+    few = rows.rows * heads <= 512  # and so, perhaps, cut into many pieces
+    together = 1 if few else group
     _join[(rows.rows * heads // together,)](
         rows.lengths_N,
         gate,
@@ -121,9 +122,9 @@ def decode_rows(
         KEYS=keys,
         ROWS=rows_block,
         TOGETHER=together,
-        PIECES=16,
+        PIECES=64 if few else 16,
         GATED=gate_THd is not None,
-        num_warps=4,
+        num_warps=8 if few else 4,
     )
 
 
@@ -142,7 +143,7 @@ def _gated(result, gates, mask, GATED: tl.constexpr):
     return result
 
 
-@triton.jit(do_not_specialize=["rows", "table_stride"])
+@triton.jit(do_not_specialize=["rows", "table_stride"], do_not_specialize_on_alignment=["lengths", "tables"])
 def _attend(
     q,
     pool,
@@ -229,7 +230,7 @@ def _attend(
         at += end - begin
 
 
-@triton.jit(do_not_specialize=["rows", "programs"])
+@triton.jit(do_not_specialize=["rows", "programs"], do_not_specialize_on_alignment=["lengths"])
 def _join(
     lengths,
     gate,

@@ -19,9 +19,12 @@ import triton.language as tl
 
 from hybserve_kernels.attention.gpu.dot import dot
 from hybserve_kernels.attention.gpu.memory import box
+from hybserve_kernels.attention.gpu.prefill_hopper import fits, prefill_rows_hopper
 from hybserve_kernels.rows import TILE, PrefillRows
 
 _LOG2E = 1.4426950408889634
+#: Whether launches without a given shape go to ``prefill_hopper`` where that has a form for them.
+WARPGROUPS = False
 
 
 class Shape(NamedTuple):
@@ -62,6 +65,9 @@ def prefill_rows(
     assert gate_THd is None or gate_THd.stride(2) == 1
     assert page % TILE == 0
     assert dim & (dim - 1) == 0
+    if WARPGROUPS and shape is None and fits(q_THd):
+        prefill_rows_hopper(q_THd, pool_P2JGd, rows, scale, gate_THd, out_TX)
+        return
     queries, keys, warps, stages = shape or shape_of(q_THd.dtype, dim)
     gate = q_THd if gate_THd is None else gate_THd
     _prefill[(rows.tiles * heads,)](
@@ -104,7 +110,10 @@ def _weigh(scores, peak, total, scale, TYPE: tl.constexpr):
     return weights.to(TYPE), carry, higher, total * carry + tl.sum(weights, 1)
 
 
-@triton.jit(do_not_specialize=["tiles", "table_stride"])
+@triton.jit(
+    do_not_specialize=["tiles", "table_stride"],
+    do_not_specialize_on_alignment=["begins", "counts", "starts", "tables", "tile_rows", "tile_offsets"],
+)
 def _prefill(
     q,
     memory,

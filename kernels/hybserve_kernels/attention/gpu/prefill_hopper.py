@@ -8,6 +8,8 @@ Legend: T packed tokens, R rows, X tiles of TILE tokens, H query heads, J kv hea
 page.
 """
 
+from functools import cache
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,10 +28,22 @@ from hybserve_kernels.rows import PrefillRows
 _LOG2E = 1.4426950408889634
 #: Queries of a group of warps and keys of a tile.
 _SIDE = 64
+#: Tiles of keys, and as many of values, in the ring, by head dim.
+_STAGES = {128: 4, 256: 2}
 
 
 def layout_of(dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=dtype.itemsize * 8, rank=2)
+
+
+def fits(q_THd: torch.Tensor) -> bool:
+    """16-bit heads of 128 or 256 elements on a GPU with warpgroup products."""
+    return q_THd.dtype.itemsize == 2 and q_THd.shape[2] in _STAGES and _has_warpgroups(q_THd.device)
+
+
+@cache
+def _has_warpgroups(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def prefill_rows_hopper(
@@ -39,10 +53,8 @@ def prefill_rows_hopper(
     scale: float,
     gate_THd: torch.Tensor | None,
     out_TX: torch.Tensor,
-    stages: int,
 ) -> None:
-    """``prefill_rows`` of 16-bit heads of 128 or 256 elements; ``stages`` tiles of keys, and as many of values, in the
-    ring."""
+    """``prefill_rows`` of queries that ``fits`` accepts."""
     heads, dim = q_THd.shape[1:]
     pages, _, kv_heads, page, _ = pool_P2JGd.shape
     page_rows = pool_P2JGd.stride(0) // dim
@@ -71,7 +83,7 @@ def prefill_rows_hopper(
         KV_HEADS=kv_heads,
         DIM=dim,
         PAGE=page,
-        STAGES=stages,
+        STAGES=_STAGES[dim],
         GATED=gate_THd is not None,
         num_warps=4,
     )
@@ -172,7 +184,10 @@ def _group(
     gl.store(out + tokens[:, None] * out_stride + head * DIM + dims[None, :], result, mask=own)
 
 
-@gluon.jit(do_not_specialize=["tiles", "table_stride"])
+@gluon.jit(
+    do_not_specialize=["tiles", "table_stride"],
+    do_not_specialize_on_alignment=["begins", "counts", "starts", "tables", "tile_rows", "tile_offsets"],
+)
 def _prefill(
     q_desc,
     kv_desc,

@@ -96,7 +96,7 @@ def _sine_cosine(angle):
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "locations"])
 def _prepare(
     projected,
     q_scale,

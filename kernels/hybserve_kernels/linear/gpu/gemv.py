@@ -1,7 +1,6 @@
 """Products of one row without matrix units: a program streams a few whole rows of the weight once.
 
 At one row the time is that of reading the weight, so a program issues as many loads as it can before it needs one.
-The norm of the row is computed by every program again (K elements from the cache, while its weights are on their way).
 
 Legend: N outputs, K inputs.
 """
@@ -13,7 +12,7 @@ import triton
 import triton.language as tl
 
 from hybserve_kernels.linear.gpu.finish import finished
-from hybserve_kernels.overlap import overlaps
+from hybserve_kernels.overlap import overlaps_at
 from hybserve_kernels.overlap.gpu import begin
 
 
@@ -28,26 +27,21 @@ class Gemv(NamedTuple):
 @triton.jit
 def _gemv_kernel(
     x_ptr,  # [K]
-    scale_ptr,  # fp32 [K], read if NORM
     w_ptr,  # [N, K] or [2N, K] if SWIGLU
     bias_ptr,  # [N], read if BIAS
     out_ptr,  # [N]; read and added to if ADD
     N,
     w_stride,
-    eps,
     K: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    NORM: tl.constexpr,
     SWIGLU: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    tl.static_assert(BK >= K or not NORM)
     EVEN: tl.constexpr = K % BK == 0
     zero: tl.constexpr = None if EVEN else 0.0
-    dtype = x_ptr.dtype.element_ty
     o_n = tl.program_id(0) * BN + tl.arange(0, BN)
     r_n = tl.minimum(o_n, N - 1).to(tl.int64)
     acc = tl.zeros([BN, BK], dtype=tl.float32)
@@ -61,13 +55,8 @@ def _gemv_kernel(
             w_up = tl.load(p_w + N.to(tl.int64) * w_stride, mask=inside, other=zero)
         if first == 0:
             begin(EARLY)
-        if NORM:
-            x = tl.load(x_ptr + o_k, mask=None if EVEN else o_k < K, other=zero).to(tl.float32)
-            scale = tl.load(scale_ptr + o_k, mask=None if EVEN else o_k < K, other=zero)
-            x = x * tl.rsqrt(tl.sum(x * x, axis=0) / K + eps) * scale
-            x = x.to(dtype).to(tl.float32)[None, :]
-        else:  # loaded for each output again, from the cache, in the layout of the weights: nothing to exchange
-            x = tl.load(x_ptr + r_n[:, None] * 0 + o_k[None, :], mask=inside, other=zero).to(tl.float32)
+        # Loaded for each output again, from the cache, in the layout of the weights: nothing to exchange.
+        x = tl.load(x_ptr + r_n[:, None] * 0 + o_k[None, :], mask=inside, other=zero).to(tl.float32)
         acc += w.to(tl.float32) * x
         if SWIGLU:
             acc_up += w_up.to(tl.float32) * x
@@ -84,28 +73,22 @@ def gemv(
     weight: torch.Tensor,
     out_1N: torch.Tensor,
     bias_N: torch.Tensor | None = None,
-    norm: tuple[torch.Tensor, float] | None = None,
     swiglu: bool = False,
     add: bool = False,
 ) -> None:
-    """Writes, or with ``add`` adds, the product of one row to ``out_1N``. ``norm``: scale in fp32 and eps of an RMS
-    norm of the row before the product; ``config.depth`` is then at least K. ``swiglu``: ``weight`` is [gate | up]."""
+    """Writes, or with ``add`` adds, the product of one row to ``out_1N``. ``swiglu``: ``weight`` is [gate | up]."""
     outputs, inputs = out_1N.shape[1], x_1K.shape[1]
-    scale, eps = norm or (x_1K, 0.0)
-    early = overlaps(x_1K.device)
-    _gemv_kernel[(triton.cdiv(outputs, config.outputs),)](
+    early = overlaps_at(x_1K.device, 1)
+    _gemv_kernel[(-(-outputs // config.outputs),)](
         x_1K,
-        scale,
         weight,
         x_1K if bias_N is None else bias_N,
         out_1N,
         outputs,
         weight.stride(0),
-        eps,
         K=inputs,
         BN=config.outputs,
         BK=config.depth,
-        NORM=norm is not None,
         SWIGLU=swiglu,
         BIAS=bias_N is not None,
         ADD=add,

@@ -8,51 +8,106 @@ import functools
 import torch
 import triton
 
+from hybserve_kernels.linear.gpu.counts import MOST_COUNTS
 from hybserve_kernels.linear.gpu.gemv import Gemv
-from hybserve_kernels.linear.gpu.tiles import MOST_SPLIT_TILES, Tiles
+from hybserve_kernels.linear.gpu.stream import Stream
+from hybserve_kernels.linear.gpu.tiles import Tiles
 
-#: What is computed: "plain" (stored or added), "swiglu", and both behind a norm ("norm", "norm_swiglu").
-Choices = tuple[tuple[int, "Gemv | Tiles | None"], ...]
+Choice = Gemv | Tiles | Stream
 
-#: (kind, outputs, inputs) to (most rows, choice), rising. Outputs are those stored: half of the weight's for swiglu.
-_H200: dict[tuple[str, int, int], Choices] = {}
+#: (kind, outputs, inputs) to (most rows, choice), rising; the library from there. The kind is "plain" (stored or added)
+#: or "swiglu". Outputs are those stored: half of the weight's for swiglu.
+_H200: dict[tuple[str, int, int], tuple[tuple[int, Choice | None], ...]] = {
+    ("swiglu", 12288, 4096): (
+        (1, Gemv(1, 512, 8)),
+        (16, Tiles(64, 16, 128, 4, 4)),
+        (32, Tiles(64, 32, 128, 4, 4)),
+    ),
+    ("plain", 4096, 12288): (
+        (1, Gemv(4, 2048, 8)),
+        (16, Tiles(64, 16, 128, 4, 6, 2)),
+        (32, Tiles(64, 32, 128, 4, 6, 2)),
+        (64, Tiles(64, 64, 128, 4, 4, 2)),
+    ),
+    ("plain", 12352, 4096): (
+        (1, Gemv(1, 512, 4)),
+        (16, Tiles(32, 16, 256, 2, 4)),
+        (32, Tiles(64, 32, 128, 4, 6)),
+    ),
+    ("plain", 10240, 4096): ((1, Gemv(1, 512, 4)),),
+    ("plain", 4096, 4096): (
+        (1, Gemv(4, 512, 2)),
+        (16, Tiles(64, 16, 128, 4, 6, 2)),
+        (32, Tiles(64, 32, 128, 4, 6, 2)),
+        (64, Tiles(64, 64, 128, 4, 4, 2)),
+    ),
+    ("plain", 248320, 4096): (
+        (1, Gemv(1, 512, 4)),
+        (16, Tiles(128, 16, 128, 4, 4)),
+        (32, Tiles(128, 32, 128, 4, 4)),
+        (64, Tiles(64, 64, 128, 4, 3)),
+    ),
+    ("plain", 12352, 2048): (
+        (1, Gemv(4, 512, 4)),
+        (16, Tiles(32, 16, 256, 2, 4)),
+        (32, Tiles(128, 32, 64, 4, 6)),
+        (64, Tiles(64, 64, 128, 4, 3)),
+    ),
+    ("plain", 9216, 2048): ((1, Gemv(4, 1024, 4)),),
+    ("plain", 2048, 4096): (
+        (1, Gemv(2, 1024, 4)),
+        (16, Tiles(64, 16, 128, 4, 6, 4)),
+        (32, Tiles(64, 32, 256, 4, 3, 4)),
+        (64, Tiles(64, 64, 128, 4, 4, 4)),
+    ),
+    ("plain", 256, 2048): (
+        (1, Gemv(1, 1024, 8)),
+        (16, Tiles(64, 16, 128, 4, 6, 8)),
+        (32, Tiles(64, 32, 128, 4, 6, 8)),
+    ),
+    ("swiglu", 512, 2048): (
+        (1, Gemv(1, 1024, 4)),
+        (16, Tiles(64, 16, 128, 4, 4, 8)),
+        (32, Tiles(64, 32, 128, 4, 3, 8)),
+    ),
+    ("plain", 2048, 512): (
+        (1, Gemv(4, 512, 8)),
+        (16, Tiles(16, 16, 256, 1, 5)),
+    ),
+    ("plain", 248320, 2048): (
+        (1, Gemv(4, 1024, 4)),
+        (16, Tiles(128, 16, 128, 4, 4)),
+        (32, Tiles(128, 32, 128, 4, 4)),
+    ),
+}
 
 #: Programs that an H200 should have at least, two on each of its processors.
 _PROGRAMS = 264
 #: Rows from which the library is not worse at an unknown shape.
-_MANY_ROWS = 64
+_MANY_ROWS = 32
 
 
-def choose(
-    kind: str, device: torch.device, dtype: torch.dtype, rows: int, outputs: int, inputs: int
-) -> Gemv | Tiles | None:
+def choose(kind: str, x_MK: torch.Tensor, outputs: int) -> Choice | None:
     """For 16-bit tensors on a GPU; None for all others."""
-    if device.type != "cuda" or dtype.itemsize != 2:
+    if not x_MK.is_cuda or x_MK.dtype.itemsize != 2:
         return None
-    return chosen(kind, rows, outputs, inputs)
+    return chosen(kind, x_MK.shape[0], outputs, x_MK.shape[1])
 
 
 @functools.cache
-def chosen(kind: str, rows: int, outputs: int, inputs: int) -> Gemv | Tiles | None:
-    for most, choice in _H200.get((kind, outputs, inputs), ()):
-        if rows <= most:
-            return choice
+def chosen(kind: str, rows: int, outputs: int, inputs: int) -> Choice | None:
+    measured = _H200.get((kind, outputs, inputs))
+    if measured is not None:
+        return next((choice for most, choice in measured if rows <= most), None)
     if rows == 1:
-        return _default_gemv(kind, inputs)
-    if rows > _MANY_ROWS or kind.startswith("norm") or inputs % 64:
+        return Gemv(1, min(1024, triton.next_power_of_2(inputs)), 4)
+    if rows > _MANY_ROWS or inputs % 64:
         return None
     return _default_tiles(kind, rows, outputs, inputs)
-
-
-def _default_gemv(kind: str, inputs: int) -> Gemv | None:
-    whole = triton.next_power_of_2(inputs)
-    if kind.startswith("norm"):
-        return Gemv(2, whole, 8) if whole <= 8192 else None
-    return Gemv(1, min(1024, whole), 4)
 
 
 def _default_tiles(kind: str, rows: int, outputs: int, inputs: int) -> Tiles:
     height, depth = max(16, triton.next_power_of_2(rows)), 64 if inputs % 128 else 128
     tiles = triton.cdiv(outputs, 64)
-    splits = max(1, min(_PROGRAMS // tiles, 8, inputs // (2 * depth))) if tiles <= MOST_SPLIT_TILES else 1
+    splits = max(1, min(_PROGRAMS // tiles, 8, inputs // (2 * depth))) if tiles <= MOST_COUNTS else 1
     return Tiles(64, height, depth, 4, 3 if kind == "swiglu" else 4, splits)

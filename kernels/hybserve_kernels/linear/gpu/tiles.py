@@ -15,12 +15,10 @@ import triton
 import triton.language as tl
 
 from hybserve_kernels.attention.gpu.dot import dot
+from hybserve_kernels.linear.gpu.counts import MOST_COUNTS, counts_of
 from hybserve_kernels.linear.gpu.finish import finished
-from hybserve_kernels.overlap import overlaps
+from hybserve_kernels.overlap import overlaps_at
 from hybserve_kernels.overlap.gpu import begin, prefetch
-
-#: Tiles that may be split: as many counters are kept for each device.
-MOST_SPLIT_TILES = 4096
 
 
 class Tiles(NamedTuple):
@@ -116,17 +114,6 @@ def _tiles_kernel(
         tl.store(p_out, finished(acc, acc_up, bias, p_out, mask, SWIGLU, BIAS, ADD), mask=mask)
 
 
-_counts: dict[torch.device, torch.Tensor] = {}
-
-
-def _counts_of(device: torch.device) -> torch.Tensor:
-    """Zeros that split products count in. One stream at a time: they are zero again only when a launch has ended.
-    A graph must not be the first to ask for them, so whoever captures launches once before."""
-    if device not in _counts:
-        _counts[device] = torch.zeros(MOST_SPLIT_TILES, dtype=torch.int32, device=device)
-    return _counts[device]
-
-
 def tiles(
     config: Tiles,
     x_MK: torch.Tensor,
@@ -143,11 +130,11 @@ def tiles(
     count = triton.cdiv(rows, config.rows) * triton.cdiv(outputs, config.outputs)
     partial = counts = x_MK
     if config.splits > 1:
-        assert count <= MOST_SPLIT_TILES
+        assert count <= MOST_COUNTS
         size = config.splits * count * (1 + swiglu) * config.outputs * config.rows
         partial = torch.empty(size, dtype=torch.float32, device=x_MK.device)
-        counts = _counts_of(x_MK.device)
-    early = overlaps(x_MK.device)
+        counts = counts_of(x_MK.device)
+    early = overlaps_at(x_MK.device, rows)
     _tiles_kernel[(count, config.splits)](
         x_MK,
         weight,

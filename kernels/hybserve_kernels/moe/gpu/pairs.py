@@ -1,5 +1,5 @@
-"""Few tokens: experts hardly repeat, so each pair of a token and a choice is a product of one row by itself, and the sum
-over the choices needs no launch of its own.
+"""Few tokens: experts hardly repeat, so each pair of a token and a choice is a product of one row by itself, and the
+sum over the choices needs no launch of its own.
 
 Legend: T tokens, D model dim, E experts, F expert width, X = top_k.
 """

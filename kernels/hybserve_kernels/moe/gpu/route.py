@@ -1,10 +1,10 @@
 """Routing and the order of work: which (token, choice) pairs each expert runs, found without a look from the host.
 
 A first launch chooses the experts of chunks of tokens, counts the choices of each chunk and numbers them within it; a
-second one adds the counts of the chunks before, puts the pairs in order of (expert, token) and cuts each expert's run into
-blocks of rows. Nothing depends on the order in which programs run, and no counters have to be zero beforehand.
+second one adds the counts of the chunks before, puts the pairs in order of (expert, token) and cuts each expert's run
+into blocks of rows. Nothing depends on the order in which programs run, and no counters have to be zero beforehand.
 
-Legend: T tokens (an upper bound), E experts, X = top_k, Z chunks of tokens, B blocks of rows. Pair = token · X + choice.
+Legend: T tokens (upper bound), E experts, X = top_k, Z chunks of tokens, B blocks of rows. Pair = token · X + choice.
 """
 
 from typing import NamedTuple
@@ -27,7 +27,7 @@ class Routes(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Blocks of rows of one expert each. Row r stands for the pair ``pairs[r]``; an expert's rows follow one another."""
+    """Blocks of rows of one expert each. Row r stands for the pair ``pairs[r]``; those of an expert are contiguous."""
 
     pairs: torch.Tensor  # int32 [T · X]; as many as are real are written
     blocks_3B: torch.Tensor  # int32: expert, first row, rows (0 = no block)
@@ -56,8 +56,8 @@ def _route_kernel(
     NORMALISE: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """A program chooses for BT · ROUNDS tokens. A probability and the expert's id are compared as one integer, so that ties
-    go to the lower id, and probabilities that are no numbers come first."""
+    """A program chooses for BT · ROUNDS tokens. A probability and the expert's id are compared as one integer, so that
+    ties go to the lower id, and probabilities that are no numbers come first."""
     chunk = tl.program_id(0)
     tokens = tl.minimum(tl.load(tokens_ptr), T)
     o_e, o_x = tl.arange(0, BE), tl.arange(0, BX)
