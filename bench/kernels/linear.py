@@ -1,68 +1,225 @@
 """Linear maps of Qwen3.5-9B (M1) and 35B-A3B (M2) from 1 to 256 rows, beside the library's own product in the same run.
 
-``SWEEP=1`` times every sensible configuration instead, and prints the best in the form of the table of
-``hybserve_kernels/linear/gpu/table.py``.
+``SWEEP=1`` also times configurations of ``stream`` beside those of the table, prints the best in the form of
+``hybserve_kernels/linear/gpu/table.py``, and sums up a step of M1 with them.
 """
 
 import multiprocessing
 import os
+import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from hybserve_kernels import linear as maps
+from hybserve_kernels import overlap
 from hybserve_kernels.linear import reference
-from hybserve_kernels.linear.gpu.gemv import Gemv, gemv
-from hybserve_kernels.linear.gpu.tiles import Tiles, tiles
-from hybserve_kernels.rms_norm import rms_norm
+from hybserve_kernels.linear.gpu import table
+from hybserve_kernels.linear.gpu.stream import Stream, pieces_of
+from hybserve_kernels.linear.gpu.table import Choice
 from hybserve_kernels.swiglu import swiglu
 
 from bench.kernels import Row
 from bench.kernels.timing import microseconds, rounds_of
 
 ROWS = (1, 8, 32, 64, 128, 256)
+_SWEPT = (8, 16, 32, 64, 128)
 _DTYPE, _EPS = torch.bfloat16, 1e-6
+_SWEEP = bool(os.environ.get("SWEEP"))
+#: What ``check`` found right, for ``measure`` in the next process: a line each.
+_PASSED = Path(tempfile.gettempdir()) / f"hybserve-linear-sweep-{os.getuid()}.txt"
+_PROCESSES, _SECONDS = 12, 150
 
 
 class Shape(NamedTuple):
-    """``outputs`` and ``inputs`` of the weight; ``swiglu``: it is [gate | up]; ``normed``: a norm stands before it."""
+    """``outputs`` and ``inputs`` of the weight; ``kind``: the product is stored, added, or goes through swiglu."""
 
     name: str
     outputs: int
     inputs: int
-    swiglu: bool = False
-    normed: bool = False
+    kind: str = "stored"
 
     @property
     def stored(self) -> int:
-        return self.outputs // 2 if self.swiglu else self.outputs
+        return self.outputs // 2 if self.kind == "swiglu" else self.outputs
 
     @property
-    def kinds(self) -> tuple[str, ...]:
-        """What the model calls at one row first."""
-        plain = "swiglu" if self.swiglu else "plain"
-        return ({"plain": "norm", "swiglu": "norm_swiglu"}[plain], plain) if self.normed else (plain,)
+    def key(self) -> tuple[str, int, int]:
+        return "swiglu" if self.kind == "swiglu" else "plain", self.stored, self.inputs
 
 
 SHAPES = (
-    Shape("M1 gate_up", 24576, 4096, swiglu=True, normed=True),
-    Shape("M1 down", 4096, 12288),
-    Shape("M1 gdn_in", 12352, 4096, normed=True),
-    Shape("M1 qkvg", 10240, 4096, normed=True),
-    Shape("M1 out", 4096, 4096),
+    Shape("M1 gate_up", 24576, 4096, "swiglu"),
+    Shape("M1 down", 4096, 12288, "added"),
+    Shape("M1 gdn_in", 12352, 4096),
+    Shape("M1 qkvg", 10240, 4096),
+    Shape("M1 out", 4096, 4096, "added"),
     Shape("M1 lm_head", 248320, 4096),
-    Shape("M2 gdn_in", 12352, 2048, normed=True),
-    Shape("M2 qkvg", 9216, 2048, normed=True),
-    Shape("M2 out", 2048, 4096),
+    Shape("M2 gdn_in", 12352, 2048),
+    Shape("M2 qkvg", 9216, 2048),
+    Shape("M2 out", 2048, 4096, "added"),
     Shape("M2 router", 256, 2048),
-    Shape("M2 shared gate_up", 1024, 2048, swiglu=True),
+    Shape("M2 shared gate_up", 1024, 2048, "swiglu"),
     Shape("M2 shared down", 2048, 512),
     Shape("M2 lm_head", 248320, 2048),
 )
+
+#: (outputs, depth, warps, stages, programs) of streams by the rows of a tile.
+_STREAMS: dict[str, dict[int, tuple[tuple[int, int, int, int, int], ...]]] = {
+    "plain": {
+        16: ((64, 128, 4, 6, 132), (64, 128, 4, 9, 132), (64, 128, 4, 4, 264), (128, 128, 4, 5, 132)),
+        32: ((64, 128, 4, 6, 132), (64, 128, 4, 8, 132), (64, 128, 4, 4, 264), (128, 128, 4, 4, 132)),
+        64: ((64, 128, 4, 6, 132), (128, 64, 4, 7, 132), (128, 128, 8, 3, 132), (64, 64, 4, 5, 264)),
+        128: ((64, 64, 4, 7, 132), (128, 64, 8, 5, 132), (128, 64, 8, 4, 132), (64, 64, 4, 3, 264)),
+    },
+    "swiglu": {
+        16: ((64, 128, 4, 5, 132), (64, 64, 4, 10, 132), (64, 64, 4, 5, 264), (128, 64, 8, 5, 132)),
+        32: ((64, 128, 4, 5, 132), (64, 64, 4, 9, 132), (64, 64, 4, 5, 264), (128, 64, 8, 5, 132)),
+        64: ((64, 64, 4, 7, 132), (64, 128, 4, 4, 132), (64, 64, 4, 3, 264), (128, 64, 8, 4, 132)),
+        128: ((64, 64, 8, 5, 132), (64, 64, 8, 6, 132)),
+    },
+}
+
+
+def candidates(shape: Shape, rows: int) -> Iterator[Choice]:
+    """The choice of the table, and streams that are worth a measurement."""
+    before = table.chosen(shape.key[0], rows, *shape.key[1:])
+    if before is not None:
+        yield before
+    if shape.outputs * shape.inputs < 1 << 22:
+        return
+    height = max(16, rows)
+    for outputs, depth, warps, stages, programs in _STREAMS[shape.key[0]][height]:
+        if pieces_of(-(-shape.stored // outputs), -(-shape.inputs // depth), programs) <= 8:
+            yield Stream(outputs, height, depth, warps, stages, programs)
+
+
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=_DTYPE)
+
+
+def check() -> None:
+    failures = list(_sweep_failures()) if _SWEEP else []
+    shapes = (Shape("odd", 1000, 2048), Shape("short", 4096, 512), *SHAPES)
+    for shape in shapes:
+        for rows in ROWS if shape in SHAPES else (1, 3, 16, 31, 64, 100, 256):
+            if shape.outputs < 100_000:
+                failures += _function_failures(rows, shape)
+    assert not failures, "\n".join(failures)
+
+
+def _function_failures(rows: int, shape: Shape) -> Iterator[str]:
+    torch.manual_seed(0)
+    x, weight = _random(rows, shape.inputs), _random(shape.outputs, shape.inputs).mul_(shape.inputs**-0.5)
+    scale, hidden = torch.rand(shape.inputs, device="cuda") + 0.5, _random(rows, shape.outputs)
+    pairs: tuple[tuple[str, tuple[object, ...]], ...] = (
+        ("linear", (x, weight)),
+        ("norm_linear", (x, scale, _EPS, weight)),
+        ("linear_swiglu", (x, weight)),
+        ("norm_linear_swiglu", (x, scale, _EPS, weight)),
+    )
+    for name, arguments in pairs:
+        expected = getattr(reference, name)(*arguments)
+        yield from _failure(partial(getattr(maps, name), *arguments), expected, f"{name} {shape} {rows}")
+    expected = reference.linear_add(hidden, x, weight)
+    yield from _failure(partial(maps.linear_add_, hidden, x, weight), expected, f"linear_add_ {shape} {rows}")
+
+
+def _failure(call: Callable[[], torch.Tensor], expected: torch.Tensor, where: str) -> Iterator[str]:
+    try:
+        torch.testing.assert_close(call(), expected, rtol=2e-2, atol=3e-2)
+    except Exception as error:
+        yield f"{where}: {type(error).__name__} {str(error)[:300]}"
+
+
+def _sweep_failures() -> Iterator[str]:
+    """Compiles and checks all that ``measure`` will time, in processes that may break or hang without harm."""
+    _PASSED.write_text("")
+    jobs = [(shape, rows, choice) for shape in SHAPES for rows in _SWEPT for choice in candidates(shape, rows)]
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_sweep_part, args=(jobs[i::_PROCESSES],)) for i in range(_PROCESSES)]
+    processes += [context.Process(target=_first_steps, args=(rows,)) for rows in ROWS]
+    for process in processes:
+        process.start()
+    end = time.monotonic() + _SECONDS
+    for process in processes:
+        process.join(max(0.1, end - time.monotonic()))
+        if process.exitcode is None:
+            process.kill()
+    passed = set(_PASSED.read_text().splitlines())
+    print(f"{len(passed)} of {len(jobs)} configurations are right")
+    for job in jobs:
+        # A stream that fails is only left out of the sweep.
+        if str(job) not in passed:
+            print("not right:", *job)
+            if not isinstance(job[2], Stream):
+                yield f"{job}"
+
+
+def _sweep_part(jobs: list[tuple[Shape, int, Choice]]) -> None:
+    torch.manual_seed(0)
+    for job in jobs:
+        shape, rows, choice = job
+        x = _random(max(1, rows - 1), shape.inputs)
+        weight = _random(shape.outputs, shape.inputs).mul_(shape.inputs**-0.5)
+        problems: list[str] = []
+        for early in (range(0), range(1 << 20)):
+            with patch.object(overlap, "_ROWS", early):
+                problems += _failure(partial(_product, choice, shape, x, weight), _expected(shape, x, weight), str(job))
+        print("\n".join(problems), end="\n" if problems else "", flush=True)
+        if not problems:
+            with _PASSED.open("a") as file:
+                file.write(f"{job}\n")
+
+
+def _product(choice: Choice, shape: Shape, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    out = torch.full((x.shape[0], shape.stored), float("nan"), device="cuda", dtype=_DTYPE)
+    if shape.kind == "added":
+        out.fill_(1.0)
+    for _ in range(3):  # whatever a launch leaves behind must not matter to the next
+        if shape.kind == "added":
+            out.fill_(1.0)
+        maps.launch(choice, x, weight, out, swiglu=shape.kind == "swiglu", add=shape.kind == "added")
+    return out
+
+
+def _expected(shape: Shape, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    product = F.linear(x, weight)
+    if shape.kind == "swiglu":
+        return swiglu(product)
+    return product + 1.0 if shape.kind == "added" else product
+
+
+def measure() -> list[Row]:
+    rows: list[Row] = []
+    passed = set(_PASSED.read_text().splitlines()) if _SWEEP else set()
+    best: dict[tuple[str, int, int], tuple[tuple[int, Choice | None], ...]] = {}
+    for shape in SHAPES:
+        for count in ROWS:
+            if not _SWEEP or count in (1, 256):
+                rows.append(_measured(shape, count))
+        if _SWEEP:
+            print(f"    {_quoted(shape.key)}: (")
+            one_row = table.chosen(shape.key[0], 1, *shape.key[1:])
+            print(f"        (1, {_code(one_row)}),")
+            found: list[tuple[int, Choice | None]] = [(1, one_row)]
+            for count in _SWEPT:
+                choice, row = _swept(shape, count, passed)
+                found.append((count, choice))
+                rows.append(row)
+            print("    ),", flush=True)
+            best[shape.key] = tuple(found)
+    with patch.dict(table._H200, best):
+        table.chosen.cache_clear()
+        rows += _steps()
+    table.chosen.cache_clear()
+    return rows
 
 
 class Case:
@@ -77,254 +234,111 @@ class Case:
         self.weights = [_random(shape.outputs, shape.inputs).mul_(scaled) for _ in range(count)]
         self.xs = [_random(rows, shape.inputs) for _ in range(count)]
         self.outs = [_random(rows, shape.stored) for _ in range(count)]
-        self.scale = torch.rand(shape.inputs, device="cuda") + 0.5
 
-    def time(self, call: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object], repeat: int) -> float:
+    def time(self, call: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]) -> float:
         calls: list[Callable[[], object]] = [
             partial(call, *operands) for operands in zip(self.xs, self.weights, self.outs, strict=True)
         ]
-        return microseconds(calls, repeat, 4 if self.bytes > 1 << 30 else 12)
+        return microseconds(calls, 5, 4 if self.bytes > 1 << 30 else 12)
 
     def library(self) -> float:
-        """µs of the library's product alone."""
-        return self.time(lambda x, weight, out: F.linear(x, weight), 10)
+        """µs of the library's product with what follows."""
+        calls: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]] = {
+            "stored": lambda x, weight, out: F.linear(x, weight),
+            "added": lambda x, weight, out: out.addmm_(x, weight.T),
+            "swiglu": lambda x, weight, out: swiglu(F.linear(x, weight)),
+        }
+        return self.time(calls[self.shape.kind])
+
+    def row(self, variant: str, us: float, peer: float) -> Row:
+        name = f"{self.shape.name} {self.rows}"
+        return Row("linear", name, variant, us, self.bytes, self.flops, peer, "cuBLAS with the same after it")
 
 
-def _random(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, device="cuda", dtype=_DTYPE)
+def _measured(shape: Shape, rows: int) -> Row:
+    case = Case(shape, rows)
+    calls: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]] = {
+        "stored": lambda x, weight, out: maps.linear(x, weight),
+        "added": lambda x, weight, out: maps.linear_add_(out, x, weight),
+        "swiglu": lambda x, weight, out: maps.linear_swiglu(x, weight),
+    }
+    return case.row(shape.kind, case.time(calls[shape.kind]), case.library())
 
 
-def run(
-    kind: str, choice: Gemv | Tiles, scale: torch.Tensor, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor
-) -> None:
-    act = kind.endswith("swiglu")
-    if isinstance(choice, Tiles):
-        tiles(choice, x, w, out, swiglu=act)
-    else:
-        gemv(choice, x, w, out, norm=(scale, _EPS) if kind.startswith("norm") else None, swiglu=act)
+def _swept(shape: Shape, rows: int, passed: set[str]) -> tuple[Choice | None, Row]:
+    """The best choice at a shape, None for the library's; prints its line of the table."""
+    case = Case(shape, rows)
+    peer = case.library()
+    times: dict[Choice, float] = {}
+    for choice in candidates(shape, rows):
+        if str((shape, rows, choice)) in passed:
+            call = partial(maps.launch, choice, swiglu=shape.kind == "swiglu", add=shape.kind == "added")
+            times[choice] = case.time(call)
+    order = sorted(times, key=lambda choice: times[choice])
+    said = ", ".join(f"{_code(choice)} {times[choice]:.1f}" for choice in order)
+    best = order[0] if order and times[order[0]] < 0.99 * peer else None
+    print(f"        ({rows}, {_code(best)}),  # library {peer:.1f}, {said}")
+    return best, case.row(_code(order[0]) if order else "library", times[order[0]] if order else peer, peer)
 
 
-def candidates(kind: str, rows: int, stored: int, inputs: int) -> Iterator[Gemv | Tiles]:
-    """Configurations that are worth a measurement."""
-    if rows == 1:
-        yield from _gemvs(kind, inputs)
-    elif not kind.startswith("norm"):
-        height = max(16, min(rows, 128))
-        for outputs, depth, warps, stages in _TILES["swiglu" if kind == "swiglu" else "plain"][height]:
-            count = -(-stored // outputs) * -(-rows // height)
-            for splits in (1, 2, 3, 4, 6, 8):
-                fits = inputs % depth == 0 and splits * depth * 2 <= inputs
-                if fits and (splits == 1 or count * splits <= 600) and (count * splits >= 96 or splits == 8):
-                    yield Tiles(outputs, height, depth, warps, stages, splits)
-        if rows == 256 and kind == "plain":
-            for outputs, depth, warps, stages in ((128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 4), (64, 128, 4, 2)):
-                if inputs % depth == 0:
-                    yield from (Tiles(outputs, 256, depth, warps, stages, splits) for splits in (1, 2, 4))
+def _code(choice: Choice | None) -> str:
+    return "None" if choice is None else f"{type(choice).__name__}({', '.join(map(str, choice))})"
 
 
-def _gemvs(kind: str, inputs: int) -> Iterator[Gemv]:
-    if kind.startswith("norm"):
-        outputs = (1, 2, 4) if kind == "norm_swiglu" else (1, 2, 4, 8)
-        yield from (Gemv(each, inputs, warps) for each in outputs for warps in (4, 8, 16))
-        return
-    for each in (1, 2, 4):
-        for depth, warps in ((512, 2), (512, 4), (512, 8), (1024, 4), (1024, 8), (2048, 8), (4096, 8), (4096, 16)):
-            if depth <= inputs and each * depth <= 8192:
-                yield Gemv(each, depth, warps)
+def _quoted(key: tuple[str, int, int]) -> str:
+    return f'("{key[0]}", {key[1]}, {key[2]})'
 
 
-#: (outputs, depth, warps, stages) by the rows of a tile.
-_TILES: dict[str, dict[int, tuple[tuple[int, int, int, int], ...]]] = {
-    "plain": {
-        16: (
-            (64, 128, 4, 4),
-            (64, 128, 4, 6),
-            (64, 256, 4, 3),
-            (64, 256, 4, 4),
-            (128, 128, 4, 4),
-            (128, 64, 4, 6),
-            (32, 256, 2, 4),
-            (16, 256, 1, 5),
-            (16, 512, 1, 4),
-        ),
-        32: ((64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 3), (128, 128, 4, 4), (128, 64, 4, 6), (32, 256, 2, 4)),
-        64: ((64, 128, 4, 3), (64, 128, 4, 4), (64, 64, 4, 6), (128, 64, 4, 4), (128, 64, 4, 6), (128, 128, 8, 3)),
-        128: ((64, 64, 4, 4), (64, 64, 4, 6), (64, 128, 4, 3), (128, 64, 4, 4), (128, 64, 8, 4), (128, 128, 8, 3)),
-    },
-    "swiglu": {
-        16: ((64, 128, 4, 3), (64, 128, 4, 4), (64, 64, 4, 6), (32, 128, 2, 5), (16, 256, 1, 4)),
-        32: ((64, 128, 4, 3), (64, 128, 4, 4), (64, 64, 4, 6), (32, 128, 2, 5)),
-        64: ((64, 128, 4, 3), (64, 64, 4, 4), (64, 64, 4, 6), (128, 64, 8, 4)),
-        128: ((64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 3), (128, 64, 8, 4)),
-    },
-}
+class _Step:
+    """All linears of decode steps of M1 in a row, with norms, sums and activations: layers, then the head."""
 
-
-def check() -> None:
-    _compile_all()
-    for rows in (1, 3, 16, 31, 64, 100, 256):
-        for shape in (Shape("", 1000, 2048), Shape("", 4096, 512)):
-            _check_functions(rows, shape)
-    for shape in SHAPES[:-1]:
-        if shape.outputs < 100_000:
-            for rows in ROWS:
-                _check_functions(rows, shape)
-    if os.environ.get("SWEEP"):
-        for kind, choice in _compiled():
-            _check_candidate(kind, choice)
-
-
-def _check_functions(rows: int, shape: Shape) -> None:
-    torch.manual_seed(0)
-    x, weight = _random(rows, shape.inputs), _random(shape.outputs, shape.inputs).mul_(shape.inputs**-0.5)
-    scale, hidden = torch.rand(shape.inputs, device="cuda") + 0.5, _random(rows, shape.outputs)
-    where = f"{shape} {rows}"
-    _close(maps.linear(x, weight), reference.linear(x, weight), where)
-    _close(maps.norm_linear(x, scale, _EPS, weight), reference.norm_linear(x, scale, _EPS, weight), where)
-    _close(maps.linear_swiglu(x, weight), reference.linear_swiglu(x, weight), where)
-    _close(maps.norm_linear_swiglu(x, scale, _EPS, weight), reference.norm_linear_swiglu(x, scale, _EPS, weight), where)
-    expected = reference.linear_add(hidden, x, weight)
-    _close(maps.linear_add_(hidden, x, weight), expected, where)
-
-
-def _check_candidate(kind: str, choice: Gemv | Tiles) -> None:
-    torch.manual_seed(0)
-    rows = 1 if isinstance(choice, Gemv) else choice.rows - 1
-    inputs = choice.depth if kind.startswith("norm") else 4096
-    x, weight = _random(rows, inputs), _random(2000, inputs).mul_(inputs**-0.5)
-    scale = torch.rand(inputs, device="cuda") + 0.5
-    out = torch.full((rows, 1000 if kind.endswith("swiglu") else 2000), float("nan"), device="cuda", dtype=_DTYPE)
-    run(kind, choice, scale, x, weight, out)
-    if kind.startswith("norm"):
-        x = rms_norm(x, scale, _EPS)
-    expected = reference.linear_swiglu(x, weight) if kind.endswith("swiglu") else reference.linear(x, weight)
-    _close(out, expected, f"{kind} {choice}")
-
-
-def _close(got: torch.Tensor, expected: torch.Tensor, where: str) -> None:
-    torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2, msg=lambda text: f"{where}: {text}")
-
-
-def _compiled() -> list[tuple[str, Gemv | Tiles]]:
-    """One configuration of each kernel that a sweep will want."""
-    found: set[tuple[str, Gemv | Tiles]] = set()
-    for shape in SHAPES:
-        for kind in shape.kinds:
-            for rows in ROWS:
-                for choice in candidates(kind, rows, shape.stored, shape.inputs):
-                    if isinstance(choice, Tiles) and choice.splits > 1:
-                        choice = choice._replace(splits=2)
-                    found.add((kind, choice))
-    return sorted(found, key=str)
-
-
-def _compile_all() -> None:
-    """In several processes, which fill the compiler's cache on disk."""
-    if not os.environ.get("SWEEP"):
-        return
-    work = _compiled()
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(8) as pool:
-        pool.map(_compile, [work[i::8] for i in range(8)])
-
-
-def _compile(work: list[tuple[str, Gemv | Tiles]]) -> None:
-    for kind, choice in work:
-        for inputs in (choice.depth,) if kind.startswith("norm") else (4096, 12288, 2048):
-            if isinstance(choice, Tiles) and inputs != 4096:
-                continue
-            x = _random(choice.rows if isinstance(choice, Tiles) else 1, inputs)
-            out = _random(x.shape[0], 1024)
-            run(kind, choice, torch.rand(inputs, device="cuda"), x, _random(2048, inputs), out)
-
-
-def measure() -> list[Row]:
-    rows = list(_steps())
-    for shape in SHAPES:
-        for count in ROWS:
-            case = Case(shape, count)
-            rows += list(_sweep(case) if os.environ.get("SWEEP") else _measure(case))
-            del case
-    return rows
-
-
-def _steps() -> Iterator[Row]:
-    """All linears of a decode step of M1 in a row, with what our functions take in: 32 layers, then the head."""
-    layers = []
-    for layer in range(32):
-        width = 10240 if layer % 4 == 3 else 12352
-        layers.append(
+    def __init__(self, layers: int) -> None:
+        widths = [10240 if layer % 4 == 3 else 12352 for layer in range(layers)]
+        self.layers = [
             [_random(*shape).mul_(0.02) for shape in ((width, 4096), (4096, 4096), (24576, 4096), (4096, 12288))]
-        )
-    head, scale = _random(248320, 4096).mul_(0.02), torch.rand(4096, device="cuda") + 0.5
-    size = 2 * (sum(weight.numel() for layer in layers for weight in layer) + head.numel())
+            for width in widths
+        ]
+        self.head, self.scale = _random(248320, 4096).mul_(0.02), torch.rand(4096, device="cuda") + 0.5
+        self.bytes = 2 * (sum(weight.numel() for layer in self.layers for weight in layer) + self.head.numel())
 
-    def ours(hidden: torch.Tensor) -> torch.Tensor:
-        for first, out, gate_up, down in layers:
-            mixed = maps.norm_linear(hidden, scale, _EPS, first)
+    def ours(self, hidden: torch.Tensor) -> torch.Tensor:
+        for first, out, gate_up, down in self.layers:
+            mixed = maps.norm_linear(hidden, self.scale, _EPS, first)
             maps.linear_add_(hidden, mixed[:, :4096], out)
-            maps.linear_add_(hidden, maps.norm_linear_swiglu(hidden, scale, _EPS, gate_up), down)
-        return maps.norm_linear(hidden, scale, _EPS, head)
+            maps.linear_add_(hidden, maps.norm_linear_swiglu(hidden, self.scale, _EPS, gate_up), down)
+        return maps.norm_linear(hidden, self.scale, _EPS, self.head)
 
-    def products(hidden: torch.Tensor) -> torch.Tensor:
+    def products(self, hidden: torch.Tensor) -> torch.Tensor:
         x = hidden
-        for first, out, gate_up, down in layers:
+        for first, out, gate_up, down in self.layers:
             x = F.linear(F.linear(x, first)[:, :4096], out)
             x = F.linear(F.linear(x, gate_up)[:, :12288], down)
-        return F.linear(x, head)
-
-    for rows in ROWS:
-        hidden = _random(rows, 4096)
-        peer = microseconds([partial(products, hidden)], 5, 1)
-        flops, name = float(size * rows), f"M1 step {rows}"
-        us = microseconds([partial(ours, hidden)], 5, 1)
-        yield Row("linear", name, "norms, sums and all", us, size, flops, peer, "cuBLAS, products alone")
-        if os.environ.get("SWEEP"):
-            with _one_after_another():
-                us = microseconds([partial(ours, hidden)], 5, 1)
-            yield Row("linear", name, "same, no early launches", us, size, flops, peer, "cuBLAS, products alone")
+        return F.linear(x, self.head)
 
 
 @contextmanager
-def _one_after_another() -> Iterator[None]:
-    """No kernel begins before the one before it has ended."""
-    with ExitStack() as stack:
-        for module in ("linear.gpu.gemv", "linear.gpu.tiles", "rms_norm.gpu", "swiglu.gpu"):
-            stack.enter_context(patch(f"hybserve_kernels.{module}.overlaps", lambda device: False))
+def _launches(early: bool) -> Iterator[None]:
+    """Every kernel of the op, or none, begins before the one before it has ended."""
+    with patch.object(overlap, "_ROWS", range(1 << 20) if early else range(0)):
         yield
 
 
-def _row(case: Case, variant: str, us: float, peer: float) -> Row:
-    name = f"{case.shape.name} {case.rows}"
-    return Row("linear", name, variant, us, case.bytes, case.flops, peer, "cuBLAS, product alone")
+def _first_steps(rows: int) -> None:
+    """Compiles what a step of the table's choices needs."""
+    step = _Step(4)
+    for early in (False, True):
+        with _launches(early):
+            step.ours(_random(rows, 4096))
+    torch.cuda.synchronize()
 
 
-def _measure(case: Case) -> Iterator[Row]:
-    shape, peer = case.shape, case.library()
-    scale = case.scale
-    functions: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]] = {
-        "linear": lambda x, weight, out: maps.linear(x, weight)
-    }
-    if shape.swiglu:
-        functions["linear_swiglu"] = lambda x, weight, out: maps.linear_swiglu(x, weight)
-        functions["linear, then swiglu"] = lambda x, weight, out: swiglu(F.linear(x, weight))
-    else:
-        functions["linear_add_"] = lambda x, weight, out: maps.linear_add_(out, x, weight)
-    if shape.normed:
-        fused = maps.norm_linear_swiglu if shape.swiglu else maps.norm_linear
-        functions[fused.__name__] = lambda x, weight, out: fused(x, scale, _EPS, weight)
-    for name, function in functions.items():
-        yield _row(case, name, case.time(function, 10), peer)
-
-
-def _sweep(case: Case) -> Iterator[Row]:
-    shape, peer = case.shape, case.library()
-    for kind in shape.kinds:
-        times: dict[Gemv | Tiles, float] = {}
-        for choice in candidates(kind, case.rows, shape.stored, shape.inputs):
-            times[choice] = case.time(partial(run, kind, choice, case.scale), 4)
-        best = sorted(times, key=lambda choice: times[choice])[:3]
-        key = f'("{kind}", {shape.stored}, {shape.inputs})'
-        for choice in best:
-            print(f"{key}: ({case.rows}, {choice}),  # {times[choice]:.1f} of cuBLAS {peer:.1f} µs", flush=True)
-            yield _row(case, f"{kind} {'/'.join(str(part) for part in choice)}", times[choice], peer)
+def _steps() -> Iterator[Row]:
+    step = _Step(32)
+    for rows in ROWS:
+        hidden, name = _random(rows, 4096), f"M1 step {rows}"
+        peer = microseconds([partial(step.products, hidden)], 5, 1)
+        for early in (False, True):
+            with _launches(early):
+                us = microseconds([partial(step.ours, hidden)], 5, 1)
+            variant = "early launches" if early else "one after another"
+            yield Row("linear", name, variant, us, step.bytes, float(step.bytes * rows), peer, "cuBLAS, products alone")

@@ -135,7 +135,8 @@ def pieces_of(tiles: int, blocks: int, programs: int) -> int:
     """In how many programs' shares a tile may lie, as a power of two."""
     if tiles % programs == 0:
         return 1
-    return triton.next_power_of_2((blocks - 1) // (tiles * blocks // programs) + 2)
+    pieces: int = triton.next_power_of_2((blocks - 1) // (tiles * blocks // programs) + 2)
+    return pieces
 
 
 def stream(
