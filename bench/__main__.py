@@ -27,6 +27,11 @@ BENCHES = {
         ("tests/api", "tests/text"),
         "load generator over HTTP: TTFT, ITL and throughput",
     ),
+    "multi_turn": Bench(
+        "bench.multi_turn",
+        ("tests/e2e/test_prefix.py", "tests/bench/test_multi_turn.py"),
+        "chats over HTTP for minutes: answers against cold runs, hits by turn, memory",
+    ),
     "vs_transformers": Bench(
         "bench.vs_transformers",
         ("tests/models", "tests/runner"),

@@ -25,16 +25,29 @@ _GPU_SETTINGS = ("engine.backend=cuda", "engine.max_running=256", "engine.max_se
 class Server:
     """One `hybserve serve`, ready. ``report`` is what it printed at its start, ``ready_s`` how long that took."""
 
-    def __init__(self, process: psutil.Popen, url: str, report: list[str], ready_s: float) -> None:
-        self.url, self.report, self.ready_s = url, report, ready_s
+    def __init__(self, process: psutil.Popen, url: str, report: list[str], ready_s: float, log: Path) -> None:
+        self.url, self.report, self.ready_s, self._log = url, report, ready_s, log
         self.processes = {"launch": process} | {_role(child): child for child in process.children(recursive=True)}
 
     @property
     def stages(self) -> dict[str, float]:
         """Seconds of each stage of the start, as the startup report says."""
-        line = next((line for line in self.report if line.split()[:1] == ["start"]), "")
+        line = self._line("start")
         parts = [part.rpartition(" ") for part in line.partition(" = ")[2].split(" + ")]
         return {name: float(seconds) for name, _, seconds in parts if name}
+
+    @property
+    def dtype(self) -> str:
+        """Of the weights, as the startup report says: ``fp32``, ``bf16`` …"""
+        return self._line("model").partition(" in ")[2].split()[0]
+
+    def _line(self, label: str) -> str:
+        return next(line for line in self.report if line.split()[:1] == [label])
+
+    def log_errors(self) -> list[str]:
+        """Lines of the log so far that say error, or begin a traceback that escaped it."""
+        lines = self._log.read_text().splitlines()
+        return [line for line in lines if '"level": "error"' in line or line.startswith("Traceback")]
 
     def cpu_seconds(self) -> dict[str, float]:
         """Processor time of every process since its start."""
@@ -58,7 +71,7 @@ def own_server(model: str = EMBEDDED, settings: Sequence[str] = ()) -> Iterator[
     log when the server does not get ready.
     """
     with tempfile.TemporaryDirectory() as work:
-        sets = ["server.port=0", *_settings(model, Path(work)), *settings]
+        sets = ["server.port=0", "log.format=json", *_settings(model, Path(work)), *settings]
         command = [sys.executable, "-m", "hybserve", "serve", *(part for text in sets for part in ("--set", text))]
         path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
         log = Path(work) / "log"
@@ -101,5 +114,5 @@ def _wait_until_ready(process: psutil.Popen, began: float, log: Path) -> Server:
     for line in process.stdout:
         report.append(line.rstrip("\n"))
         if found := _READY.match(line):
-            return Server(process, found.group(1), report, time.monotonic() - began)
+            return Server(process, found.group(1), report, time.monotonic() - began, log)
     raise SystemExit(f"the server did not get ready:\n{log.read_text()[-4000:]}")
