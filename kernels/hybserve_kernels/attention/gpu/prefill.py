@@ -39,7 +39,7 @@ class Shape(NamedTuple):
 def shape_of(dtype: torch.dtype, dim: int) -> Shape:
     """Found by the sweep of ``bench/kernels/attention.py`` on an H200."""
     if dtype == torch.float32:
-        return Shape(64, 16, 8, 2) if dim > 64 else Shape(64, 32, 8, 2)
+        return Shape(64, 16, 16, 1) if dim > 64 else Shape(64, 32, 8, 2)
     if dim > 128:
         return Shape(128, 64, 8, 2)
     return Shape(128, 64, 8, 3) if dim > 64 else Shape(128, 64, 4, 3)
