@@ -1,7 +1,8 @@
 """What stands before the scan of prefill rows: convolution, silu, unit queries and keys, gates, windows; at the shape
 of Qwen3.5-9B and -35B.
 
-``SWEEP=1`` times every shape of launch in ``_SWEEP`` too.
+``SWEEP=1`` times every shape of launch in ``_SWEEP`` that passes its check too, and names the best as the table
+``gpu.SHAPES`` is written.
 """
 
 import os
@@ -9,7 +10,8 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from hybserve_kernels.causal_conv import gpu, reference
+from hybserve_kernels.causal_conv import conv_rows, reference
+from hybserve_kernels.causal_conv.gpu import Shape
 from hybserve_kernels.gated_delta import reference as gated_delta
 from hybserve_kernels.rows import TILE, PrefillRows
 
@@ -21,7 +23,25 @@ KEYS, VALUES, VALUE_HEADS = 16 * 128, 32 * 128, 32
 CHANNELS = 2 * KEYS + VALUES
 TOKENS = (128, 2048, 8192, 32768)
 PEERS = {2048: 33.0, 8192: 106.0, 32768: 393.0}
-_SWEEP = ((8, 2), (8, 4), (16, 2), (16, 4), (16, 8), (32, 4), (32, 8), (64, 8))
+_SWEEP = tuple(
+    Shape(*of)
+    for of in (
+        (16, 4, 2, False),
+        (16, 4, 4, False),
+        (16, 8, 2, False),
+        (32, 4, 4, False),
+        (32, 8, 2, False),
+        (32, 8, 4, False),
+        (64, 4, 8, False),
+        (64, 8, 4, False),
+        (64, 8, 8, False),
+        (64, 16, 2, False),
+        (64, 16, 4, False),
+        (16, 4, 4, True),
+        (32, 8, 4, True),
+        (64, 8, 8, True),
+    )
+)
 
 
 class Layer(NamedTuple):
@@ -31,8 +51,8 @@ class Layer(NamedTuple):
     rows: PrefillRows
     outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-    def run(self, tokens: int = gpu._TOKENS, warps: int = gpu._WARPS) -> None:
-        gpu.launch(self.projected, self.windows, *self.weights, HEADS, self.rows, *self.outputs, tokens, warps)
+    def run(self, shape: Shape | None = None) -> None:
+        conv_rows(self.projected, self.windows, *self.weights, HEADS, self.rows, *self.outputs, shape)
 
 
 def _random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -82,12 +102,13 @@ def _layer(counts: list[int], starts: list[int], export_every: int, dtype: torch
     return Layer(projected, _random(slots, CHANNELS, WIDTH - 1, dtype=dtype), weights, rows, outputs)
 
 
-def _check(dtype: torch.dtype, tokens: int, warps: int) -> None:
+def _check(dtype: torch.dtype, shape: Shape | None, repeat: int = 1) -> None:
+    """``repeat``: how often the rows come; the default shape depends on how many tiles there are."""
     torch.manual_seed(0)
-    counts, starts = [200, 1, 65, 2, 128], [0, 64, 128, 0, 64]
+    counts, starts = [200, 1, 65, 2, 128] * repeat, [0, 64, 128, 0, 64] * repeat
     layer = _layer(counts, starts, 2, dtype)
     before = layer.windows.clone()
-    layer.run(tokens, warps)
+    layer.run(shape)
     taps, rate, bias = layer.weights
     rtol, atol = (1e-4, 1e-4) if dtype == torch.float32 else (2e-2, 2e-2)
     begin = 0
@@ -102,7 +123,7 @@ def _check(dtype: torch.dtype, tokens: int, warps: int) -> None:
         wants = (torch.cat((q.flatten(1), k.flatten(1), v.float()), dim=1), g, beta)
         for got, want in zip(layer.outputs, wants, strict=True):
             torch.testing.assert_close(got[own].float(), want, rtol=rtol, atol=atol)
-        assert torch.equal(layer.windows[row + 1], window), (row, dtype, tokens, warps)
+        assert torch.equal(layer.windows[row + 1], window), (row, dtype, shape)
     for tile, export in enumerate(layer.rows.exports_X.tolist()):
         if export:
             row, offset = int(layer.rows.tile_rows_X[tile]), int(layer.rows.tile_offsets_X[tile])
@@ -112,25 +133,46 @@ def _check(dtype: torch.dtype, tokens: int, warps: int) -> None:
 
 
 def check() -> None:
+    """Raises for the shapes in use; of the others in the sweep it only says which fail."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        _check(dtype, gpu._TOKENS, gpu._WARPS)
-    for tokens, warps in _SWEEP if os.environ.get("SWEEP") == "1" else ():
-        _check(torch.bfloat16, tokens, warps)
+        _check(dtype, None)
+    _check(torch.bfloat16, None, 8)
+    _swept()
+
+
+def _swept() -> list[Shape]:
+    """The shapes of the sweep that pass."""
+    passed = []
+    for shape in _SWEEP if os.environ.get("SWEEP") == "1" else ():
+        try:
+            _check(torch.bfloat16, shape)
+        except Exception as error:  # the others are still worth their time
+            print(f"# causal_conv {shape} failed: {type(error).__name__} {str(error)[:200]}")
+        else:
+            passed.append(shape)
+    return passed
 
 
 def measure() -> list[Row]:
     found = []
-    variants: list[tuple[str, dict[str, int]]] = [("chosen", {})]
-    if os.environ.get("SWEEP") == "1":
-        variants += [(f"tokens {tokens} warps {warps}", {"tokens": tokens, "warps": warps}) for tokens, warps in _SWEEP]
+    swept = _swept()
+    best: dict[int, Shape] = {}
     for tokens in TOKENS:
         size = 2 * tokens * (2 * CHANNELS + 2 * VALUE_HEADS) + 8 * tokens * VALUE_HEADS
         layers = [_layer([tokens], [0], 16, torch.bfloat16) for _ in range(rounds_of(size, 24))]
         peer = PEERS.get(tokens)
-        for name, shape in variants:
-            us = microseconds([partial(layer.run, **shape) for layer in layers])
+        times: dict[Shape, float] = {}
+        for shape in (None, *swept):
+            us = microseconds([partial(layer.run, shape) for layer in layers])
+            name = "chosen" if shape is None else f"{shape.tokens}/{shape.run}/{shape.warps}{' early' * shape.early}"
             found.append(
                 Row("causal_conv", f"1x{tokens}", name, us, size, 0, peer, "FLA, convolution only" if peer else "")
             )
+            if shape:
+                times[shape] = us
+        if times:
+            best[tokens // TILE] = min(times, key=times.__getitem__)
         del layers
+    if best:
+        print("# causal_conv by tiles", {tiles: tuple(shape) for tiles, shape in best.items()})
     return found

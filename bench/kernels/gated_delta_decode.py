@@ -1,6 +1,7 @@
 """Gated DeltaNet decode, everything between the projections of a layer, at the shape of Qwen3.5-9B and -35B.
 
-``SWEEP=1`` times every shape of launch in ``_SWEEP`` too.
+``SWEEP=1`` times every shape of launch in ``_SWEEP`` that passes its check too, and names the best as the table
+``decode.SHAPES`` is written.
 """
 
 import os
@@ -10,7 +11,7 @@ from typing import NamedTuple
 import torch
 from hybserve_kernels.causal_conv import reference as convolution
 from hybserve_kernels.gated_delta import reference
-from hybserve_kernels.gated_delta.gpu import decode
+from hybserve_kernels.gated_delta.gpu.decode import Shape, decode_rows
 from hybserve_kernels.rms_norm import reference as rms_norm
 from hybserve_kernels.rows import DecodeRows
 
@@ -18,9 +19,31 @@ from bench.kernels import Row
 from bench.kernels.timing import COLD_BYTES, microseconds
 
 HEADS, WIDTH, EPS = (16, 32, 128, 128), 4, 1e-6
-Shape = tuple[int, int | None]
 ROWS = (1, 8, 32, 64, 128, 256)
-_SWEEP = ((4, None), (8, 128), (8, None), (16, 64), (16, 80), (16, 128))
+_SWEEP = tuple(
+    Shape(*of)
+    for of in (
+        (16, 2, None, False, False),
+        (16, 4, None, False, False),
+        (32, 2, None, False, False),
+        (32, 4, None, False, False),
+        (32, 8, None, False, False),
+        (64, 4, None, False, False),
+        (64, 8, None, False, False),
+        (16, 4, None, False, True),
+        (32, 4, None, False, True),
+        (16, 1, None, True, False),
+        (16, 2, None, True, False),
+        (32, 2, None, True, False),
+        (32, 4, None, True, False),
+        (64, 8, None, True, False),
+        (128, 8, None, True, False),
+        (128, 16, None, True, False),
+        (16, 4, None, True, True),
+        (32, 4, None, True, True),
+        (128, 16, None, True, True),
+    )
+)
 #: µs of the peers: recurrence (FlashInfer or vLLM, the best) and update of the window; norms and gates come on top.
 PEERS = {1: 5.2 + 2.2, 8: 13.0 + 2.5, 32: 39.8 + 3.5, 64: 73.3 + 4.5, 128: 140.0 + 7.0, 256: 273.0 + 11.8}
 
@@ -35,7 +58,7 @@ class Layer(NamedTuple):
 
     def run(self, shape: Shape | None = None) -> None:
         taps, rate, bias, weight = self.weights
-        decode.launch(
+        decode_rows(
             self.projected,
             self.windows,
             self.matrices,
@@ -105,15 +128,28 @@ def _check(rows: int, dtype: torch.dtype, state_dtype: torch.dtype, shape: Shape
 
 
 def check() -> None:
+    """Raises for the shapes in use; of the others in the sweep it only says which fail."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    for rows in (1, 3, 65):
+    for rows in (1, 3, 17, 65, 129, 256):
         _check(rows, torch.bfloat16, torch.float32, None)
         _check(rows, torch.bfloat16, torch.bfloat16, None)
     _check(3, torch.float32, torch.float32, None)
     _check(3, torch.float16, torch.float32, None)
+    _swept()
+
+
+def _swept() -> dict[torch.dtype, list[Shape]]:
+    """The shapes of the sweep that pass, by dtype of the matrices."""
+    passed: dict[torch.dtype, list[Shape]] = {torch.float32: [], torch.bfloat16: []}
     for shape in _SWEEP if os.environ.get("SWEEP") == "1" else ():
-        _check(3, torch.bfloat16, torch.float32, shape)
-        _check(3, torch.bfloat16, torch.bfloat16, shape)
+        for state_dtype, found in passed.items():
+            try:
+                _check(9, torch.bfloat16, state_dtype, shape)
+            except Exception as error:  # the others are still worth their time
+                print(f"# gated_delta_decode {state_dtype} {shape} failed: {type(error).__name__} {str(error)[:200]}")
+            else:
+                found.append(shape)
+    return passed
 
 
 def _bytes(rows: int, state_dtype: torch.dtype) -> int:
@@ -127,19 +163,29 @@ def _bytes(rows: int, state_dtype: torch.dtype) -> int:
 
 def measure() -> list[Row]:
     found = []
-    variants: list[Shape | None] = [None]
-    if os.environ.get("SWEEP") == "1":
-        variants += _SWEEP
+    swept = _swept()
+    best: dict[torch.dtype, dict[int, Shape]] = {torch.float32: {}, torch.bfloat16: {}}
     for rows in ROWS:
-        for state_dtype in (torch.float32, torch.bfloat16):
+        for state_dtype, shapes in swept.items():
             size = _bytes(rows, state_dtype)
             layers = _layers(max(2, min(24, -(-COLD_BYTES // size))), rows, torch.bfloat16, state_dtype)
             peer = PEERS[rows] if state_dtype == torch.float32 else None
-            for shape in variants:
+            times: dict[Shape, float] = {}
+            for shape in (None, *shapes):
                 us = microseconds([partial(layer.run, shape) for layer in layers])
-                name = f"{str(state_dtype)[6:]} {'chosen' if shape is None else shape}"
+                name = f"{str(state_dtype)[6:]} {'chosen' if shape is None else _short(shape)}"
                 found.append(
                     Row("gated_delta_decode", f"B {rows}", name, us, size, 0, peer, "FlashInfer + vLLM" if peer else "")
                 )
+                if shape:
+                    times[shape] = us
+            if times:
+                best[state_dtype][rows] = min(times, key=times.__getitem__)
             del layers
+    if any(swept.values()):
+        print("# gated_delta_decode", {str(dtype): {n: tuple(of) for n, of in best[dtype].items()} for dtype in best})
     return found
+
+
+def _short(shape: Shape) -> str:
+    return f"{shape.columns}/{shape.warps}{' prepared' * shape.prepared}{' early' * shape.early}"

@@ -4,6 +4,7 @@ may read, padding of the packed tokens and what the kernel must write are NaN be
 import pytest
 import torch
 from hybserve_kernels.causal_conv import conv_rows, conv_taps, reference
+from hybserve_kernels.causal_conv.gpu import Shape
 from hybserve_kernels.gated_delta import reference as gated_delta
 from hybserve_kernels.rows import TILE, PrefillRows
 
@@ -56,10 +57,11 @@ class Layer:
         self.qkv = torch.full((tokens, self.channels), NAN, dtype=dtype, device=DEVICE)
         self.g, self.beta = torch.full((2, tokens, value_heads), NAN, device=DEVICE)
 
-    def run(self, rows: PrefillRows) -> None:
+    def run(self, rows: PrefillRows, shape: Shape | None = None) -> None:
         rate = -self.a_log.exp()
         taps = conv_taps(self.weight)
-        conv_rows(self.projected, self.windows, taps, rate, self.dt_bias, self.heads, rows, self.qkv, self.g, self.beta)
+        outputs = (self.qkv, self.g, self.beta)
+        conv_rows(self.projected, self.windows, taps, rate, self.dt_bias, self.heads, rows, *outputs, shape)
 
     def expected(
         self, own: slice, window: torch.Tensor
@@ -80,9 +82,19 @@ def _close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.float(), want.float(), rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "width"), list(zip(HEADS, [4, 2, 3], strict=True)))
-def test_rows_are_the_reference(heads: tuple[int, int, int, int], width: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("heads", "width", "dtype", "shape"),
+    [
+        (HEADS[0], 4, torch.float32, None),
+        (HEADS[0], 4, torch.bfloat16, Shape(64, 16, 2, True)),
+        (HEADS[1], 2, torch.bfloat16, Shape(64, 8, 4, False)),
+        (HEADS[2], 3, torch.float32, Shape(64, 4, 2, False)),
+        (HEADS[0], 4, torch.bfloat16, Shape(32, 16, 1, False)),
+    ],
+)
+def test_rows_are_the_reference(
+    heads: tuple[int, int, int, int], width: int, dtype: torch.dtype, shape: Shape | None
+) -> None:
     counts, starts, slots = [1, 130, 2, 64, 63], [0, 128, 64, 0, 64], [3, 1, 5, 7, 2]
     exports = {(1, 1): 8, (1, 2): 9, (3, 0): 10, (2, 0): 11}
     begin, end = 4, 4 + sum(counts)
@@ -91,7 +103,7 @@ def test_rows_are_the_reference(heads: tuple[int, int, int, int], width: int, dt
         if start:
             layer.windows[slot] = torch.randn(layer.windows.shape[1:], device=DEVICE).to(dtype)
     before = layer.windows.clone()
-    layer.run(_rows(begin, counts, starts, slots, exports))
+    layer.run(_rows(begin, counts, starts, slots, exports), shape)
     for row, (count, start, slot) in enumerate(zip(counts, starts, slots, strict=True)):
         own = slice(begin + sum(counts[:row]), begin + sum(counts[: row + 1]))
         window = before[slot] if start else torch.zeros_like(before[slot])

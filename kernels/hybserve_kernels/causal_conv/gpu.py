@@ -1,22 +1,40 @@
 """What stands before the scan of prefill rows, in one pass: convolution, silu, unit queries and keys, gates.
 
-A program owns some tokens of a tile and one head. A second kernel writes the windows, when all have been read.
+A program owns some tokens of a tile and one head. Its threads go through runs of tokens and keep the last X inputs in
+registers, so that an input is read once, but for the X before a run. A second kernel writes the windows, when all have
+been read.
 
 Legend: T packed tokens, S slots, I key heads, U value heads, K key dim, V value dim, W conv width, X = W - 1,
 C channels under the convolution = 2·I·K + U·V. Tokens of a row count from its first one; those before are negative.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from hybserve_kernels.gated_delta.reference import L2_EPS
+from hybserve_kernels.overlap import overlaps
+from hybserve_kernels.overlap.gpu import begin
 from hybserve_kernels.rows import TILE, PrefillRows
 
-#: Tokens and channels of a program: of the convolution, and of the writing of windows.
-_TOKENS, _WARPS, _CHANNELS = 16, 4, 512
+
+class Shape(NamedTuple):
+    """How a call is launched: tokens of a program (a divisor of TILE), of a run (a divisor of these), warps of a
+    program, early launches or not."""
+
+    tokens: int
+    run: int
+    warps: int
+    early: bool
+
+
+#: Tiles of a step, at most, to the best shape for heads of 128 channels.
+SHAPES = {4: Shape(16, 4, 4, False), 1 << 30: Shape(64, 8, 8, False)}
+#: Channels of a program that writes windows.
+_CHANNELS = 512
 
 
 @triton.jit
@@ -78,10 +96,13 @@ def _conv_kernel(
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
     BT: tl.constexpr,
+    RUN: tl.constexpr,
     BC: tl.constexpr,
     BU: tl.constexpr,
     ALIGNED: tl.constexpr,  # divides K and V
+    EARLY: tl.constexpr,
 ):
+    begin(EARLY)
     head, piece = tl.program_id(0), tl.program_id(1)
     tile = piece // (TILE // BT)
     row = tl.load(tile_rows_ptr + tile)
@@ -91,14 +112,13 @@ def _conv_kernel(
     first = tl.load(tile_offsets_ptr + tile) + piece % (TILE // BT) * BT
     if first >= count:
         return
-    begin = tl.load(begins_ptr + row)
+    start = tl.load(begins_ptr + row)
     C: tl.constexpr = 2 * I * K + U * V
     X: tl.constexpr = WIDTH - 1
-    o_t = first + tl.arange(0, BT)
-    token = (begin + o_t).to(tl.int64)
-    in_t = o_t < count
     if head == 2 * I + U:
-        _gates(projected_ptr, rate_ptr, dt_bias_ptr, g_ptr, beta_ptr, token, in_t, stride, C + U * V, U, BU)
+        o_t = first + tl.arange(0, BT)
+        token = (start + o_t).to(tl.int64)
+        _gates(projected_ptr, rate_ptr, dt_bias_ptr, g_ptr, beta_ptr, token, o_t < count, stride, C + U * V, U, BU)
         return
 
     is_key = head < 2 * I
@@ -106,26 +126,39 @@ def _conv_kernel(
     low = tl.where(is_key, head * K, 2 * I * K + (head - 2 * I) * V)
     o_c = tl.arange(0, BC)
     channel, in_c = tl.multiple_of(low, ALIGNED) + o_c, o_c < size
+    o_t = first + tl.arange(0, BT // RUN) * RUN
+    token = (start + o_t).to(tl.int64)
     p_x = projected_ptr + token[:, None] * stride + channel[None, :]
-    summed = tl.zeros([BT, BC], tl.float32)
+    p_window = windows_ptr + tl.load(slots_ptr + row).to(tl.int64) * windows_stride + (channel * X)[None, :]
+    continues = (first == 0) & (tl.load(starts_ptr + row) != 0)
+    inputs = ()
+    for tap in tl.static_range(X + RUN):
+        o_x = o_t + (tap - X)
+        mask = ((o_x >= 0) & (o_x < count))[:, None] & in_c[None, :]
+        x = tl.load(p_x + (tap - X) * stride, mask=mask, other=0.0)
+        if tap < X:  # noqa: SIM102 (decided at compile time)
+            if continues:
+                p_past = p_window + (o_x + X)[:, None]
+                x += tl.load(p_past, mask=(o_x < 0)[:, None] & in_c[None, :], other=0.0).to(x.dtype)
+        inputs = inputs + (x,)  # noqa: RUF005 (Triton knows no starred tuple)
+    taps = ()
     for tap in tl.static_range(WIDTH):
-        mask = (in_t & (o_t + tap >= X))[:, None] & in_c[None, :]
-        x = tl.load(p_x + (tap - X) * stride, mask=mask, other=0.0).to(tl.float32)
-        summed += x * tl.load(taps_ptr + tap * C + channel, mask=in_c, other=0.0)[None, :]
-    if first == 0 and tl.load(starts_ptr + row) != 0:
-        p_window = windows_ptr + tl.load(slots_ptr + row).to(tl.int64) * windows_stride + channel[None, :] * X
-        for tap in tl.static_range(X):
-            mask = (o_t + tap < X)[:, None] & in_c[None, :]
-            x = tl.load(p_window + (o_t + tap)[:, None], mask=mask, other=0.0).to(tl.float32)
-            summed += x * tl.load(taps_ptr + tap * C + channel, mask=in_c, other=0.0)[None, :]
+        weight = tl.load(taps_ptr + tap * C + channel, mask=in_c, other=0.0)
+        taps = taps + (weight[None, :],)  # noqa: RUF005
     dtype = qkv_ptr.dtype.element_ty
-    summed = summed.to(dtype).to(tl.float32)
-    y = (summed / (1.0 + tl.exp(-summed))).to(dtype)
-    if is_key:
-        wide = y.to(tl.float32)
-        scale = tl.where(head < I, K**-0.5, 1.0)
-        y = (wide * (tl.rsqrt(tl.sum(wide * wide, 1) + L2_EPS) * scale)[:, None]).to(dtype)
-    tl.store(qkv_ptr + token[:, None] * C + channel[None, :], y, mask=in_t[:, None] & in_c[None, :])
+    scale = tl.where(head < I, K**-0.5, 1.0)
+    p_y = qkv_ptr + token[:, None] * C + channel[None, :]
+    for at in tl.static_range(RUN):
+        summed = inputs[at].to(tl.float32) * taps[0]
+        for tap in tl.static_range(1, WIDTH):
+            summed += inputs[at + tap].to(tl.float32) * taps[tap]
+        summed = summed.to(dtype).to(tl.float32)
+        root = tl.rsqrt(1.0 + tl.exp(-summed))  # cheaper than a division
+        y = (summed * root * root).to(dtype)
+        if is_key:
+            wide = y.to(tl.float32)
+            y = (wide * (tl.rsqrt(tl.sum(wide * wide, 1) + L2_EPS) * scale)[:, None]).to(dtype)
+        tl.store(p_y + at * C, y, mask=(o_t + at < count)[:, None] & in_c[None, :])
 
 
 @triton.jit
@@ -146,9 +179,11 @@ def _windows_kernel(
     TILE: tl.constexpr,
     BC: tl.constexpr,
     BX: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The window after a tile, to its checkpoint and, after the last tile of a row, to the row's slot. The old window
     reaches into the new one only where the row is shorter than it: then this is the row's only tile."""
+    begin(EARLY)
     tile = tl.program_id(1)
     row = tl.load(tile_rows_ptr + tile)
     if row < 0:
@@ -190,31 +225,15 @@ def conv_rows(
     qkv_TC: torch.Tensor,
     g_TU: torch.Tensor,
     beta_TU: torch.Tensor,
+    shape: Shape | None = None,
 ) -> None:
     """Of every token of the rows: unit queries (scaled by K^-1/2), unit keys and values after convolution and silu
     into ``qkv_TC``, the gates into ``g_TU`` and ``beta_TU`` (fp32). The window after a row goes to its slot, the one
     after tile x to slot ``exports_X[x]``. Other tokens and slots are left alone.
 
     ``heads`` (I, U, K, V). ``projected_TX`` in the model dtype, as ``qkv_TC``: q, k, v, z, b, a side by side;
-    ``windows_SCX`` any float dtype; ``taps_WC``, ``rate_U`` = -exp(A_log) and ``dt_bias_U`` fp32."""
-    launch(projected_TX, windows_SCX, taps_WC, rate_U, dt_bias_U, heads, rows, qkv_TC, g_TU, beta_TU, _TOKENS, _WARPS)
-
-
-def launch(
-    projected_TX: torch.Tensor,
-    windows_SCX: torch.Tensor,
-    taps_WC: torch.Tensor,
-    rate_U: torch.Tensor,
-    dt_bias_U: torch.Tensor,
-    heads: tuple[int, int, int, int],
-    rows: PrefillRows,
-    qkv_TC: torch.Tensor,
-    g_TU: torch.Tensor,
-    beta_TU: torch.Tensor,
-    tokens: int,
-    warps: int,
-) -> None:
-    """``conv_rows`` with given tokens (a divisor of TILE) and warps of a program."""
+    ``windows_SCX`` any float dtype; ``taps_WC``, ``rate_U`` = -exp(A_log) and ``dt_bias_U`` fp32. ``shape``: of
+    the launch, by default the best known for so many tiles."""
     key_heads, value_heads, key_dim, value_dim = heads
     width, channels = taps_WC.shape
     assert value_heads % key_heads == 0
@@ -236,6 +255,8 @@ def launch(
             raise TypeError(f"taps, rate, bias and gates in fp32, got {tensor.dtype}")
     if not rows.tiles:
         return
+    tokens, run, warps, early = shape or shape_for(rows.tiles)
+    early = early and overlaps(projected_TX.device)
     tables = (rows.begins_R, rows.counts_R, rows.starts_R, rows.slots_R, rows.tile_rows_X, rows.tile_offsets_X)
     strides = (projected_TX.stride(0), windows_SCX.stride(0))
     _conv_kernel[(2 * key_heads + value_heads + 1, rows.tiles * (TILE // tokens))](
@@ -257,10 +278,13 @@ def launch(
         WIDTH=width,
         TILE=TILE,
         BT=tokens,
+        RUN=run,
         BC=triton.next_power_of_2(max(key_dim, value_dim)),
         BU=triton.next_power_of_2(value_heads),
         ALIGNED=math.gcd(key_dim, value_dim, 16),
+        EARLY=early,
         num_warps=warps,
+        launch_pdl=early,
     )
     _windows_kernel[(triton.cdiv(channels, _CHANNELS), rows.tiles)](
         projected_TX,
@@ -273,5 +297,11 @@ def launch(
         TILE=TILE,
         BC=_CHANNELS,
         BX=triton.next_power_of_2(width - 1),
+        EARLY=early,
         num_warps=4,
+        launch_pdl=early,
     )
+
+
+def shape_for(tiles: int) -> Shape:
+    return next(shape for most, shape in SHAPES.items() if tiles <= most)

@@ -46,7 +46,7 @@ SHAPES = {
     },
     torch.bfloat16: {
         8: Shape(16, 4, None, False, False),
-        1 << 30: Shape(32, 4, 64, False, False),
+        1 << 30: Shape(32, 4, None, False, False),
     },
 }
 #: Warps of a program of the kernels around the recurrence.
