@@ -39,23 +39,26 @@ class Shape(NamedTuple):
 
 
 @triton.jit
-def _dot(left, right, PRECISION: tl.constexpr):
+def _dot(left, right):
+    """Factors of fp32 as sums of three of TF32: nearly as exact as fp32, which has no matrix instruction."""
     if _INTERPRETED:
         return tl.dot(left.to(tl.float32), right.to(tl.float32))
-    return tl.dot(left, right, input_precision=PRECISION)
+    return tl.dot(left, right, input_precision="tf32x3")
 
 
 @triton.jit
-def _inverse(lower, TILE: tl.constexpr, PRECISION: tl.constexpr):
+def _inverse(lower, TILE: tl.constexpr, PRODUCTS: tl.constexpr):
     """(1 + ``lower``)^-1 of a strictly lower triangular matrix: if X inverts the diagonal blocks of one size and N is
-    what ``lower`` has below them in blocks of twice the size, X - X N X inverts these."""
+    what ``lower`` has below them in blocks of twice the size, X - X N X inverts these. ``PRODUCTS`` is the dtype of the
+    factors: fp16 has room, for an entry of X is b k·(a product of contractions)k."""
     o = tl.arange(0, TILE)
     row, column = o[:, None], o[None, :]
     inverse = tl.where(row == column, 1.0, 0.0) - tl.where(row // 2 == column // 2, lower, 0.0)
     for level in tl.static_range(1, 6):
         below = ((row >> (level + 1)) == (column >> (level + 1))) & ((row >> level) != (column >> level))
-        new = tl.where(below, lower, 0.0)
-        inverse -= _dot(_dot(inverse, new, PRECISION), inverse, PRECISION)
+        new = tl.where(below, lower, 0.0).to(PRODUCTS)
+        narrow = inverse.to(PRODUCTS)
+        inverse -= _dot(_dot(narrow, new).to(PRODUCTS), narrow)
     return inverse
 
 
@@ -79,7 +82,7 @@ def _prepare_kernel(
     K: tl.constexpr,
     BK: tl.constexpr,
     TILE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRODUCTS: tl.constexpr,
 ):
     u, tile = tl.program_id(0), tl.program_id(1)
     row = tl.load(tile_rows_ptr + tile)
@@ -101,10 +104,10 @@ def _prepare_kernel(
     sums = tl.cumsum(g, 0)
     not_above = o_c[:, None] >= o_c[None, :]
     pair = tl.exp(tl.where(not_above, sums[:, None] - sums[None, :], float("-inf")))
-    attend = _dot(q, tl.trans(k), "ieee") * pair
-    lower = _dot(k, tl.trans(k), "ieee") * pair * beta[:, None]
+    attend = _dot(q, tl.trans(k)) * pair
+    lower = _dot(k, tl.trans(k)) * pair * beta[:, None]
     lower = tl.where(o_c[:, None] > o_c[None, :], lower, 0.0)
-    solve = _inverse(lower, TILE, PRECISION) * beta[None, :]
+    solve = _inverse(lower, TILE, PRODUCTS) * beta[None, :]
 
     here = tile.to(tl.int64) * U + u
     o_cc = o_c[:, None] * TILE + o_c[None, :]
@@ -200,11 +203,11 @@ def _scan_kernel(
 
         fall = tl.exp(sums)[:, None]
         narrow = state.to(k.dtype)
-        rest = v.to(tl.float32) - fall * _dot(k, narrow, "ieee")
-        change = _dot(solve, rest.to(k.dtype), "ieee")
-        o = fall * _dot(q, narrow, "ieee") + _dot(attend, change.to(k.dtype), "ieee")
+        rest = v.to(tl.float32) - fall * _dot(k, narrow)
+        change = _dot(solve, rest.to(k.dtype))
+        o = fall * _dot(q, narrow) + _dot(attend, change.to(k.dtype))
         change *= tl.exp(last - sums)[:, None]
-        state = state * tl.exp(last) + _dot(tl.trans(k), change.to(k.dtype), "ieee")
+        state = state * tl.exp(last) + _dot(tl.trans(k), change.to(k.dtype))
 
         tokens = begin + x * TILE + o_c
         if SLICES == 1:
@@ -253,11 +256,22 @@ def _norm_kernel(
     tl.store(p_out, _gated_norm(o, z, weight, eps, V), mask=mask)
 
 
-def default_shape(rows: int, value_heads: int, value_dim: int) -> Shape:
-    """Narrow slices while the rows are too few to fill the card."""
-    if rows * value_heads * value_dim > 8192:
-        return Shape(min(64, triton.next_power_of_2(value_dim)), 4, 2, 4)
-    return Shape(min(32, triton.next_power_of_2(value_dim)), 4, 2, 4)
+#: Rows, as if of 32 heads of 128 columns, -> shape: the first entry with room for them, ``PLAIN`` if there is none.
+#: Narrow slices while the rows are too few to fill the card.
+SHAPES = {
+    2: Shape(32, 4, 2, 4),
+    1 << 30: Shape(64, 8, 2, 4),
+}
+#: The shape that asks least of a compiler and a card: for fp32, and for all if ``SHAPES`` is empty.
+PLAIN = Shape(32, 4, 1, 4)
+
+
+def default_shape(rows: int, value_heads: int, value_dim: int, dtype: torch.dtype) -> Shape:
+    shape = PLAIN
+    if dtype != torch.float32:
+        whole = rows * value_heads * value_dim / (32 * 128)
+        shape = next((shape for most, shape in SHAPES.items() if whole <= most), PLAIN)
+    return shape._replace(columns=min(shape.columns, triton.next_power_of_2(value_dim)))
 
 
 def scan_rows(
@@ -296,7 +310,7 @@ def scan_rows(
         raise TypeError(f"gates of the gated delta rule in fp32, got {g_TU.dtype} and {beta_TU.dtype}")
     if not rows.tiles:
         return
-    columns, warps, stages, prepare_warps = shape or default_shape(rows.rows, value_heads, value_dim)
+    columns, warps, stages, prepare_warps = shape or default_shape(rows.rows, value_heads, value_dim, qkv_TC.dtype)
     block_k = max(16, triton.next_power_of_2(key_dim))
     columns = max(16, columns)
     squares = (2, rows.tiles, value_heads, TILE, TILE)
@@ -321,7 +335,7 @@ def scan_rows(
         K=key_dim,
         BK=block_k,
         TILE=TILE,
-        PRECISION="ieee" if qkv_TC.dtype == torch.float32 else "tf32",
+        PRODUCTS=tl.float32 if qkv_TC.dtype == torch.float32 else tl.float16,
         num_warps=prepare_warps,
     )
     slices = triton.cdiv(value_dim, columns)
