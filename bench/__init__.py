@@ -34,8 +34,15 @@ def circumstances(command: Sequence[str], packages: Sequence[str] = ()) -> dict[
             "load": round(os.getloadavg()[0], 2),
             "memory_gib": round(psutil.virtual_memory().total / 1024**3, 1),
         },
-        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in packages},
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in packages},
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # imported from a folder that nobody installed
+        return "unknown"
 
 
 def record(name: str, figures: dict[str, Any], command: Sequence[str], packages: Sequence[str] = ()) -> Path:

@@ -339,7 +339,8 @@ def show(report: dict[str, Any]) -> None:
     kind = "rate" if "rate" in load else "concurrency"
     print(
         f"{kind} {load[kind]}: {results['requests']} requests ({results['failed']} failed) in {results['wall_s']} s: "
-        f"{results['requests_per_s']} req/s, {results['output_tokens_per_s']} output tok/s"
+        f"{results['requests_per_s']} req/s, {results['output_tokens_per_s']} output tok/s, "
+        f"{results['cached_share']:.1%} of the prompts reused"
     )
     for name in ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms"):
         if results[name]:
