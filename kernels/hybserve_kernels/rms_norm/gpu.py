@@ -38,6 +38,8 @@ def _rms_norm_kernel(
     mask = (row < rows)[:, None] & (o_d < D)[None, :]
     token, head = (row // HEADS).to(tl.int64), row % HEADS
     p_x = x_ptr + token[:, None] * x_stride + (head * head_stride)[:, None] + o_d[None, :]
+    # Before the sums, so that it comes while they are waited for.
+    scale = tl.load(scale_ptr + (head % SCALES)[:, None] * D + o_d[None, :], mask=mask, other=0.0)
     begin(EARLY)
     x = tl.load(p_x, mask=mask, other=0.0)
     if ADD:
@@ -46,7 +48,6 @@ def _rms_norm_kernel(
         tl.store(p_x, x, mask=mask)
     wide = x.to(tl.float32)
     wide *= tl.rsqrt(tl.sum(wide * wide, axis=1) / D + eps)[:, None]
-    scale = tl.load(scale_ptr + (head % SCALES)[:, None] * D + o_d[None, :], mask=mask, other=0.0)
     tl.store(out_ptr + row.to(tl.int64)[:, None] * D + o_d[None, :], wide * scale, mask=mask)
 
 
