@@ -8,12 +8,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import psutil
 
 from bench import ROOT
 from bench.dummy import MODELS, write_model_directory
+from hybserve.launch.role import die_with_parent
 
 EMBEDDED = "embedded"
 _READY = re.compile(r"ready at (http://\S+)")
@@ -84,6 +86,7 @@ def own_server(model: str = EMBEDDED, settings: Sequence[str] = ()) -> Iterator[
                 text=True,
                 cwd=ROOT,
                 env={**os.environ, "PYTHONPATH": path},
+                preexec_fn=partial(die_with_parent, os.getpid()),
             )
         try:
             yield _wait_until_ready(process, began, log)
