@@ -133,6 +133,7 @@ def _stream_kernel(
 
 def pieces_of(tiles: int, blocks: int, programs: int) -> int:
     """In how many programs' shares a tile may lie, as a power of two."""
+    programs = min(programs, tiles * blocks)
     if tiles % programs == 0:
         return 1
     pieces: int = triton.next_power_of_2((blocks - 1) // (tiles * blocks // programs) + 2)
