@@ -104,16 +104,14 @@ def _prepare_kernel(
     sums = tl.cumsum(g, 0)
     not_above = o_c[:, None] >= o_c[None, :]
     pair = tl.exp(tl.where(not_above, sums[:, None] - sums[None, :], float("-inf")))
-    attend = _dot(q, tl.trans(k)) * pair
+    here = tile.to(tl.int64) * U + u
+    o_cc = o_c[:, None] * TILE + o_c[None, :]
+    tl.store(sums_ptr + here * TILE + o_c, sums)
+    tl.store(attend_ptr + here * TILE * TILE + o_cc, _dot(q, tl.trans(k)) * pair)
     lower = _dot(k, tl.trans(k)) * pair * beta[:, None]
     lower = tl.where(o_c[:, None] > o_c[None, :], lower, 0.0)
     solve = _inverse(lower, TILE, PRODUCTS) * beta[None, :]
-
-    here = tile.to(tl.int64) * U + u
-    o_cc = o_c[:, None] * TILE + o_c[None, :]
     tl.store(solve_ptr + here * TILE * TILE + o_cc, solve)
-    tl.store(attend_ptr + here * TILE * TILE + o_cc, attend)
-    tl.store(sums_ptr + here * TILE + o_c, sums)
 
 
 @triton.jit
