@@ -131,7 +131,7 @@ def _conv_kernel(
     p_x = projected_ptr + token[:, None] * stride + channel[None, :]
     p_window = windows_ptr + tl.load(slots_ptr + row).to(tl.int64) * windows_stride + (channel * X)[None, :]
     continues = (first == 0) & (tl.load(starts_ptr + row) != 0)
-    inputs = ()
+    inputs: tl.tuple = ()
     for tap in tl.static_range(X + RUN):
         o_x = o_t + (tap - X)
         mask = ((o_x >= 0) & (o_x < count))[:, None] & in_c[None, :]
@@ -141,7 +141,7 @@ def _conv_kernel(
                 p_past = p_window + (o_x + X)[:, None]
                 x += tl.load(p_past, mask=(o_x < 0)[:, None] & in_c[None, :], other=0.0).to(x.dtype)
         inputs = inputs + (x,)  # noqa: RUF005 (Triton knows no starred tuple)
-    taps = ()
+    taps: tl.tuple = ()
     for tap in tl.static_range(WIDTH):
         weight = tl.load(taps_ptr + tap * C + channel, mask=in_c, other=0.0)
         taps = taps + (weight[None, :],)  # noqa: RUF005
