@@ -70,7 +70,7 @@ TILES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("config", "rows", "outputs", "inputs"), TILES)
 @pytest.mark.parametrize("biased", [False, True])
 def test_tiles_stored_and_added(
@@ -88,7 +88,7 @@ def test_tiles_stored_and_added(
     assert bool(hidden._base[:, :8].isnan().all() and hidden._base[:, -8:].isnan().all())
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("config", "rows", "outputs", "inputs"), TILES)
 def test_tiles_with_activation(config: Tiles, rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
     torch.manual_seed(3)
@@ -101,9 +101,9 @@ def test_tiles_with_activation(config: Tiles, rows: int, outputs: int, inputs: i
 STREAMS = [
     pytest.param(Stream(32, 16, 32, 4, 3, 3), 5, 72, 96, id="whole tiles"),
     pytest.param(Stream(32, 16, 32, 4, 3, 7), 5, 72, 160, id="tiles in three or four pieces"),
-    pytest.param(Stream(64, 16, 32, 4, 3, 40), 33, 72, 96, id="a block each"),
+    pytest.param(Stream(64, 16, 32, 4, 3, 20), 33, 72, 64, id="a block each"),
     pytest.param(Stream(16, 16, 32, 4, 3, 5), 20, 40, 104, id="ragged inputs"),
-    pytest.param(Stream(16, 16, 32, 4, 3, 5), 20, 100, 64, id="several tiles each"),
+    pytest.param(Stream(32, 16, 32, 4, 3, 3), 20, 130, 64, id="several tiles each"),
 ]
 
 
