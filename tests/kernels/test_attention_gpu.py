@@ -114,7 +114,7 @@ def _random_q(tokens: int, heads: tuple[int, int, int], dtype: torch.dtype) -> t
 @pytest.mark.usefixtures("poisoned_empty")
 def test_decode_rows_are_the_reference(heads: tuple[int, int, int], dtype: torch.dtype, gated: bool) -> None:
     torch.manual_seed(0)
-    batch = _batch([1, 200, 64, 65, 63, 129], heads, dtype)
+    batch = _batch([1, 140, 64, 65, 63, 129], heads, dtype)
     q, gate = _random_q(9, heads, dtype), _gate(9, heads, dtype) if gated else None
     out = _unwritten(9, heads, dtype)
     decode_rows(q, batch.pool, _decode(batch, 8), SCALE, gate, out)
@@ -146,7 +146,7 @@ def test_decode_rows_of_any_length_and_page(page: int, lengths: list[int]) -> No
 @pytest.mark.usefixtures("poisoned_empty")
 def test_prefill_rows_are_the_reference(heads: tuple[int, int, int], dtype: torch.dtype, gated: bool) -> None:
     torch.manual_seed(0)
-    lengths, starts = [1, 200, 64, 257, 129], [0, 0, 0, 64, 128]
+    lengths, starts = [1, 130, 64, 193, 129], [0, 0, 0, 64, 128]
     batch = _batch(lengths, heads, dtype)
     rows = _prefill(batch, starts, begin=3, rows=6, spare_tiles=3)
     tokens = 3 + sum(lengths) - sum(starts)

@@ -59,6 +59,9 @@ def prefill_rows_hopper(
     pages, _, kv_heads, page, _ = pool_P2JGd.shape
     page_rows = pool_P2JGd.stride(0) // dim
     length = (pages - 1) * page_rows + 2 * kv_heads * page
+    assert pool_P2JGd[0].is_contiguous()
+    assert pool_P2JGd.stride(0) % dim == 0
+    assert length < 1 << 31
     layout = layout_of(q_THd.dtype)
     gate = q_THd if gate_THd is None else gate_THd
     _prefill[(rows.tiles * heads,)](
