@@ -45,10 +45,12 @@ def page_owners(tree: PrefixTree) -> Iterator[tuple[str, list[int]]]:
 
 
 def slot_owners(tree: PrefixTree) -> Iterator[tuple[str, list[int]]]:
-    """The tree's checkpoint slots by node, for ``check_pool``."""
+    """The tree's checkpoint slots by node, and those that have no place yet, for ``check_pool``."""
     for node in tree.all_nodes():
         if node.checkpoint is not None:
             yield _name(node), [node.checkpoint.slot]
+    for held in tree.held:
+        yield f"the state held at {held.position}", [held.slot]
 
 
 def check_tree(tree: PrefixTree) -> None:
@@ -73,7 +75,7 @@ def check_tree(tree: PrefixTree) -> None:
         ("nodes", tree.nodes, len(nodes)),
         ("cached pages", tree.cached_pages, sum(len(node.pages) for node in nodes)),
         ("leased pages", tree.leased_pages, sum(len(node.pages) for node in nodes if node.leases)),
-        ("checkpoints", tree.checkpoints, sum(node.checkpoint is not None for node in nodes)),
+        ("checkpoints", tree.checkpoints, len(tree.held) + sum(node.checkpoint is not None for node in nodes)),
         ("pinned checkpoints", tree.pinned, sum(n.checkpoint is not None and n.checkpoint.pins > 0 for n in nodes)),
     ):
         if counted != real:

@@ -37,7 +37,10 @@ def chain(parent: bytes, tokens: Sequence[int], page_size: int) -> bytes:
 
 class Checkpoint:
     """A state slot owned by the tree. It says what it holds (law 3): ``position`` and the hash of the prefix it
-    summarises; it exists only after the kernel that wrote the slot acknowledged it. ``pins``: copies reading it."""
+    summarises; it exists only after the kernel that wrote the slot acknowledged it. ``pins``: copies reading it.
+
+    While it is only held for a running sequence (``PrefixTree.hold``) it has no hash yet; gone again, its slot is 0.
+    """
 
     __slots__ = ("pins", "position", "prefix_hash", "slot", "tier", "uses", "version", "worth")
 

@@ -5,6 +5,8 @@ Who owns what, across the asynchronous window:
 * A page or slot belongs to the pool, to one live sequence, or to one tree node. ``publish`` moves pages from a
   sequence to the tree; ``attach`` moves a slot; both happen only after the runner acknowledged the step that wrote
   them, so a match never sees pending content.
+* ``hold`` moves the slot of a running sequence's last boundary to the tree before its KV is there: nobody can match
+  it, and it is the first to give way. ``let_go`` gives it back, to be attached when the sequence leaves.
 * A *lease* keeps every node on the path to its node from being evicted; a *pin* keeps one checkpoint while a copy
   reads it. Leases count at every ancestor: child leases <= parent leases.
 * A held node may be split, nothing else: a new parent takes the upper run and inherits the lease count; the lower
@@ -68,6 +70,7 @@ class PrefixTree:
         self.page_size = page_size
         self.stateful = stateful
         self.leases: set[Lease] = set()
+        self.held: dict[Checkpoint, None] = {}  # oldest first
         self.visited = 0  # nodes looked at by eviction since start: the cost that tests bound
         self.evicted_pages = 0
         self.evicted_states = 0
@@ -293,17 +296,20 @@ class PrefixTree:
         node = self.node_at(lease, position)
         return node.end == position and node.checkpoint is not None
 
-    def drop_unused(self, lease: Lease, position: int, fence: int) -> bool:
-        """Free the checkpoint at ``position`` if nobody has used it and no copy reads it: a newer one replaces it."""
-        if not self.has_checkpoint(lease, position):
-            return False
-        node = self.node_at(lease, position)
-        checkpoint = node.checkpoint
-        if checkpoint is None or checkpoint.pins or checkpoint.uses:
-            return False
-        self._drop_state(node, fence)
-        node.lost = Lost.NEVER
-        return True
+    def hold(self, slot: int, position: int) -> Checkpoint:
+        """Take an acknowledged state at ``position`` that has no place yet."""
+        held = Checkpoint(slot, position, b"")
+        self.held[held] = None
+        self._checkpoints += 1
+        return held
+
+    def let_go(self, held: Checkpoint) -> int:
+        """The slot of what ``hold`` took, the caller's again; 0 if it has been evicted."""
+        slot, held.slot = held.slot, 0
+        if slot:
+            del self.held[held]
+            self._checkpoints -= 1
+        return slot
 
     # evicting
 
@@ -335,6 +341,14 @@ class PrefixTree:
             if not node.children:
                 self._revalue_run(node)
         return freed
+
+    def evict_held(self, fence: int) -> bool:
+        """Free the slot held longest, if there is one: its sequence brings a newer state the soonest."""
+        if not self.held:
+            return False
+        self.evicted_states += 1
+        self._slots.free([self.let_go(next(iter(self.held)))], fence)
+        return True
 
     def worth_of_new(self, loss: int) -> float:
         """The worth that a new checkpoint would have whose loss costs ``loss`` tokens."""

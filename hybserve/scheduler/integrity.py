@@ -22,6 +22,9 @@ def check(
     check_pool(running.slots, [*active, *pending, *slot_owners(tree)])
     leases = [id(sequence.lease) for sequence in running.sequences if sequence.lease is not None]
     _demand({id(lease) for lease in tree.leases} == set(leases), "a lease is held by nobody, or not by the tree")
+    boundaries = [sequence.boundary for sequence in running.sequences if sequence.boundary is not None]
+    held = {id(boundary) for boundary in boundaries if boundary.slot}
+    _demand({id(boundary) for boundary in tree.held} == held, "a state is held for nobody, or not by the tree")
     _check_indices(running)
     for sequence in running.sequences:
         _check_running(running, sequence)
@@ -66,7 +69,8 @@ def _check_places(running: Running, waiting: Waiting, requests: Iterable[Request
         for sequence in request.sequences:
             name = _name(sequence)
             _demand(sequence.on_device == (id(sequence) in on_device), f"{name}: running and {sequence.state.value}")
-            held = bool(sequence.table) or sequence.slot != 0 or sequence.started or sequence.lease is not None
+            held = bool(sequence.table) or sequence.slot != 0 or sequence.started
+            held |= sequence.lease is not None or sequence.boundary is not None
             _demand(sequence.on_device or not held, f"{name} is {sequence.state.value} and still holds something")
             waits = sequence.state in (State.QUEUED, State.PARKED)
             _demand(waits == (id(sequence) in off_device), f"{name} is {sequence.state.value}, waiting is not")

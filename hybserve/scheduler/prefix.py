@@ -7,8 +7,9 @@ Ledger of one sequence's block table, page by page:
     owned      ``sequence.owned``: everything else; freed when the sequence leaves
 
 Slots: one active slot per sequence; slots of exports in flight belong to the plan until its result is settled, then to
-the tree, or back to the pool. Publishing is best effort: no room, a lost sequence, an equal checkpoint already there
-mean a slot given back and a count, never an error.
+the tree, or back to the pool. In decode the tree only *holds* the state at the last boundary passed, and gets KV and
+state to match when the sequence leaves, or reaches the grid. Publishing is best effort: no room, a lost sequence, an
+equal checkpoint already there mean a slot given back and a count, never an error.
 """
 
 from collections import Counter
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 from hybserve.cache.node import Node
 from hybserve.cache.pool import Pool
-from hybserve.cache.tree import Match, PrefixTree
+from hybserve.cache.tree import Lease, Match, PrefixTree
 from hybserve.core.messages import Probe
 from hybserve.core.types import CacheTruth
 from hybserve.observe.metrics import labelled
@@ -170,7 +171,11 @@ class Prefix:
         made = []
         for spot in spots:
             loss = spot - (sequence.hit if spot in sequence.goals else start)
-            slot = 0 if self._known(sequence, spot) else self._slot(loss, fence)
+            slot = 0
+            if not self._known(sequence, spot):
+                if not self._slots.available:
+                    self.tree.evict_held(fence)
+                slot = self._slot(loss, fence)
             if slot:
                 made.append(Export(sequence, spot, slot, decode=False))
             else:
@@ -179,8 +184,10 @@ class Prefix:
         return sorted(made, key=lambda export: export.position)
 
     def boundary(self, sequence: Sequence, position: int, fence: int) -> Export | None:
-        """The checkpoint of a page boundary that a decoding sequence reaches with this step."""
-        slot = self._slot(position - sequence.exported, fence)
+        """The checkpoint of a page boundary that a decoding sequence reaches with this step. Where no slot is free it
+        gives up the one before."""
+        slot = 0 if self._slots.available else self._supersede(sequence)
+        slot = slot or self._slot(position - sequence.exported, fence)
         if not slot:
             self.checkpoints["skipped"] += 1
             return None
@@ -233,25 +240,40 @@ class Prefix:
     def settle(self, export: Export, live: bool, position: int, fence: int) -> None:
         """An export came back: ``live`` if its sequence still is what it was. It becomes the tree's, or free."""
         assert position == export.position, f"asked for the state at {export.position}, got the one at {position}"
-        sequence, lease = export.sequence, export.sequence.lease
-        outcome = "lost"
-        if live and lease is not None:
-            self.publish(sequence, position)
-            attached = position <= lease.end and self.tree.attach(lease, position, export.slot)
-            outcome = "published" if attached else "duplicate"
-            self._kept(sequence, position)
-        if outcome != "published":
+        sequence, every = export.sequence, self._limits.checkpoint_every
+        if not live or sequence.lease is None:
             self._slots.free([export.slot], fence)
-        elif export.decode and lease is not None:
-            self._supersede(sequence, position, fence)
-        self.checkpoints[outcome] += 1
+            self.checkpoints["lost"] += 1
+        elif not export.decode:
+            self.publish(sequence, position)
+            self._place(sequence.lease, position, export.slot, fence)
+            self._kept(sequence, position)
+        else:
+            before = self._supersede(sequence)
+            if before:
+                self._slots.free([before], fence)
+            if every and position % every == 0:
+                self.publish(sequence, position)
+            if sequence.lease.end == position:
+                self._place(sequence.lease, position, export.slot, fence)
+            else:
+                sequence.boundary = self.tree.hold(export.slot, position)
 
-    def _supersede(self, sequence: Sequence, position: int, fence: int) -> None:
-        """Of the boundaries passed in decode the last is enough, beside those on the grid."""
-        every, before = self._limits.checkpoint_every, sequence.boundary
-        if before and not (every and before % every == 0) and self.tree.drop_unused(sequence.lease_held, before, fence):
-            self.checkpoints["superseded"] += 1
-        sequence.boundary = position
+    def _place(self, lease: Lease, position: int, slot: int, fence: int) -> None:
+        """Let a state become matchable, if its KV is the sequence's own there and has none yet."""
+        if position <= lease.end and self.tree.attach(lease, position, slot):
+            self.checkpoints["published"] += 1
+        else:
+            self._slots.free([slot], fence)
+            self.checkpoints["duplicate"] += 1
+
+    def _supersede(self, sequence: Sequence) -> int:
+        """Of the boundaries passed in decode the last is enough, beside those on the grid: the slot of the one before,
+        or 0."""
+        boundary, sequence.boundary = sequence.boundary, None
+        slot = self.tree.let_go(boundary) if boundary is not None else 0
+        self.checkpoints["superseded"] += slot > 0
+        return slot
 
     def unpin(self, node: Node, fence: int) -> None:
         self.tree.unpin(node, fence)
@@ -259,12 +281,22 @@ class Prefix:
     # leaving
 
     def release(self, sequence: Sequence, fence: int) -> None:
-        """The sequence leaves the device; nobody waits for it any more."""
+        """The sequence leaves the device; nobody waits for it any more. The state of its last boundary goes to its
+        place, if KV was published up to there."""
         self._promising.pop(sequence, None)
         sequence.goals = set()
-        if sequence.lease is not None:
-            self.tree.release(sequence.lease, fence)
-            sequence.lease = None
+        lease, boundary = sequence.lease, sequence.boundary
+        if lease is None:
+            return
+        if boundary is not None:
+            slot, sequence.boundary = self.tree.let_go(boundary), None
+            if slot and boundary.position <= lease.end:
+                self._place(lease, boundary.position, slot, fence)
+            elif slot:
+                self._slots.free([slot], fence)
+                self.checkpoints["lost"] += 1
+        self.tree.release(lease, fence)
+        sequence.lease = None
 
     # room
 
@@ -277,6 +309,8 @@ class Prefix:
 
     def reclaim_slots(self, count: int, fence: int) -> bool:
         """Evict until ``count`` slots are free, if that is possible."""
+        while self._slots.available < count and self.tree.evict_held(fence):
+            pass
         missing = count - self._slots.available
         if missing > 0:
             self.tree.evict_states(missing, fence)

@@ -8,7 +8,7 @@ import enum
 from collections.abc import Sequence as Columns
 from typing import TypeAlias
 
-from hybserve.cache.node import RootKey
+from hybserve.cache.node import Checkpoint, RootKey
 from hybserve.cache.tree import Lease
 from hybserve.core.messages import Generate
 from hybserve.core.types import CacheTruth
@@ -39,6 +39,7 @@ class Sequence:
         "boundary",
         "capacity",
         "choice",
+        "edge",
         "ended",
         "exported",
         "fill",
@@ -97,6 +98,7 @@ class Sequence:
         # where it is
         self.fill = 0  # tokens to compute from ids that the host knows: prompt, and output when resumed
         self.planned = 0
+        self.edge = 0  # in decode, nothing happens to pages or checkpoints before this position
         self.sampled = 0
         self.settled = 0  # tokens of this prefill whose result has come back
         self.write_from = 0  # positions before it lie in pages that the tree owned at admission
@@ -104,7 +106,7 @@ class Sequence:
         self.goals: set[int] = set()  # promised by this prefill
         self.hit = 0  # where its prefill began
         self.exported = 0  # the last one taken in its prefill, or the hit
-        self.boundary = 0  # the last one published in decode
+        self.boundary: Checkpoint | None = None  # at the last boundary passed in decode, held by the tree
 
     @property
     def lease_held(self) -> Lease:

@@ -172,7 +172,7 @@ class Running:
             self.freed.append(sequence.index)
             heapq.heappush(self._indices, sequence.index)
         sequence.slot, sequence.table, sequence.capacity = 0, [], 0
-        sequence.owned, sequence.boundary, sequence.write_from = set(), 0, 0
+        sequence.owned, sequence.write_from, sequence.edge = set(), 0, 0
         sequence.index, sequence.started = -1, False
         sequence.state = state
         if state is State.GONE:

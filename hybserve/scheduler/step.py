@@ -97,10 +97,9 @@ class StepMaker:
 
     def _deal(self, draft: _Draft) -> None:
         """Rows for what runs, in the total order."""
-        running, sequences = self._running, self._running.sequences
+        sequences = self._running.sequences
         decode, prefill, most = State.DECODE, State.PREFILL, self._limits.step_tokens
         rows, seqs, starts, slots, outputs = draft.rows, draft.seqs, draft.starts, draft.slots, draft.outputs
-        exports, page = running.prefix.exports_states, self._limits.page_size
         position = 0
         while position < len(sequences):
             sequence = sequences[position]
@@ -116,15 +115,8 @@ class StepMaker:
             if output == sequence.max_tokens or len(rows) == most:
                 continue
             start = sequence.planned
-            if start == sequence.capacity:
-                if not running.room_to_grow(sequence):
-                    continue
-                draft.page_rows.append(len(rows))
-                draft.page_ids += running.grow(sequence, 1)
-            if exports and not (start + 1) % page:
-                export = running.prefix.boundary(sequence, start + 1, running.step)
-                if export is not None:
-                    draft.boundaries.append((len(rows), export))
+            if start >= sequence.edge and not self._at_edge(draft, sequence, start):
+                continue
             rows.append(sequence)
             seqs.append(sequence.index)
             starts.append(start)
@@ -132,6 +124,25 @@ class StepMaker:
             outputs.append(output)
             sequence.planned = start + 1
             sequence.sampled = output + 1
+
+    def _at_edge(self, draft: _Draft, sequence: Sequence, start: int) -> bool:
+        """A decode row at the first or last token of a page: a new page, an export. False if it was parked instead."""
+        running, page = self._running, self._limits.page_size
+        if start == sequence.capacity:
+            if not running.room_to_grow(sequence):
+                return False
+            draft.page_rows.append(len(draft.rows))
+            draft.page_ids += running.grow(sequence, 1)
+        last = start // page * page + page - 1
+        if start < last:
+            sequence.edge = last
+            return True
+        sequence.edge = start + 1
+        if running.prefix.exports_states:
+            export = running.prefix.boundary(sequence, start + 1, running.step)
+            if export is not None:
+                draft.boundaries.append((len(draft.rows), export))
+        return True
 
     def _chunk(self, draft: _Draft, sequence: Sequence, position: int) -> None:
         """The next prefill chunk of the running sequence at ``position``: what budget and free pages allow, or none."""

@@ -1,13 +1,12 @@
 """The engine bench runs the real loop and accounts for every part of a step."""
 
-import pytest
-
-from bench.engine import PARTS, measure
+from bench.engine import PARTS, TURN, measure
 
 
-@pytest.mark.parametrize("prefix", [False, True])
-def test_every_part_of_a_step_is_timed(prefix: bool) -> None:
-    figures = measure(rows=4, steps=20, prefix=prefix)
-    assert (figures["rows"], figures["steps"]) == (4, 20)
-    assert tuple(figures["median_ms_by_part"]) == PARTS
-    assert figures["p99_ms"] >= figures["median_ms"] > 0
+def test_every_part_of_a_step_is_timed_with_and_without_the_tree() -> None:
+    both = measure(rows=4, steps=2 * TURN + 1)
+    for figures in (both, both["with_prefix_tree"]):
+        assert (figures["rows"], figures["steps"]) == (4, 2 * TURN)
+        assert tuple(figures["median_ms_by_part"]) == PARTS
+        assert figures["p99_ms"] >= figures["median_ms"] > 0
+    assert both["tree_cost"] > -1
