@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bench import RESULTS, circumstances
+from bench.dummy import MODELS
 from hybserve.config.deployment import Deployment
 from hybserve.core.messages import Failed, Finished, FromScheduler, Generate, Tokens, ToScheduler
 from hybserve.core.sampling import SamplingParams
@@ -36,26 +37,6 @@ from hybserve.runner.memory import drift
 from hybserve.scheduler.loop import Loop
 from hybserve.scheduler.scheduler import Scheduler
 from hybserve.spec.from_hf import read_model_spec
-
-MODELS: dict[str, dict[str, Any]] = {
-    "m1": {
-        "model_type": "qwen3_5_text", "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288,
-        "num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256,
-        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "max_position_embeddings": 262144,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-        "tie_word_embeddings": False, "dtype": "bfloat16",
-    },
-    "m2": {
-        "model_type": "qwen3_5_moe_text", "vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40,
-        "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512, "max_position_embeddings": 262144,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-        "tie_word_embeddings": False, "dtype": "bfloat16",
-    },
-}  # fmt: skip
 
 
 class Figure(NamedTuple):
