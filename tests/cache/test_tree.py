@@ -159,6 +159,25 @@ def test_leased_pages_and_pinned_states_stay() -> None:
     assert world.slots.available == 2
 
 
+def test_held_states_match_nothing_and_the_oldest_gives_way_first() -> None:
+    world = World(slots=4)
+    lease = world.put(run(1, 2, 3), 4, keep=True)
+    first, second = (world.tree.hold(world.slots.take(1)[0], position) for position in (8, 12))
+    world.check()
+    assert world.tree.match(KEY, run(1, 2, 3, tail=1)).hit == 4
+    assert world.tree.evictable_states == world.tree.checkpoints == 3
+    assert world.tree.evict_held(7)
+    assert (first.slot, world.tree.evicted_states) == (0, 1)
+    assert world.tree.let_go(first) == 0
+    world.check()
+    slot = world.tree.let_go(second)
+    assert not world.tree.evict_held(7)
+    assert world.tree.attach(lease, 12, slot)
+    world.check()
+    assert world.tree.match(KEY, run(1, 2, 3, tail=1)).hit == 12
+    world.tree.release(lease, 0)
+
+
 def test_publishing_never_evicts_its_betters() -> None:
     world = World(slots=3)
     world.put(run(1, 2, 3, 4), 16)

@@ -4,6 +4,7 @@ import pytest
 
 from hybserve.core.messages import Cancel, Flush, Flushed, Probe, Probed, StepFailed, StepPlan
 from hybserve.core.types import CacheTruth
+from hybserve.scheduler.request import Sequence
 from tests.fakes import TattletaleRunner, limits
 from tests.scheduler.rig import Rig
 
@@ -218,6 +219,79 @@ def test_flush_under_way_frees_what_runs_when_it_ends() -> None:
     one.drain()
     one.right([1, 3])
     assert one.empty()
+
+
+def decoding(one: Rig, uid: int, prompt: int, tokens: int) -> Sequence:
+    """Request ``uid`` when so many of its tokens have been told."""
+    one.ask(uid, ids(prompt, uid), max_tokens=60)
+    while len(one.tokens.get((uid, 0), [])) < tokens:
+        one.turn()
+    return one.scheduler.requests[uid].sequences[0]
+
+
+def test_the_last_boundary_passed_is_held_and_placed_when_the_sequence_leaves() -> None:
+    one = rig()
+    sequence, tree = decoding(one, 1, 10, 15), one.scheduler.running.prefix.tree
+    assert sequence.boundary is not None
+    assert (sequence.boundary.position, sequence.lease_held.end) == (24, 8)
+    assert list(tree.held) == [sequence.boundary]
+    one.tell(Cancel(1))
+    known = ids(10, 1) + one.tokens[1, 0]
+    one.drain()
+    assert run(one, 2, known + ids(3)).hit == 24
+    assert one.scheduler.running.prefix.checkpoints["superseded"] == 3
+
+
+def test_boundaries_on_the_grid_are_matchable_at_once_and_stay() -> None:
+    one = rig(checkpoint_every=2 * PAGE)
+    sequence = decoding(one, 1, 10, 20)
+    known = ids(10, 1) + one.tokens[1, 0]
+    assert sequence.boundary is not None
+    assert sequence.boundary.position == 28
+    assert run(one, 2, known[:27]).hit == 24
+    assert run(one, 3, known[:18]).hit == 16
+    one.drain()
+    one.right([1])
+
+
+def test_a_held_state_gives_way_to_admission_and_to_the_checkpoint_of_a_prompt() -> None:
+    one = rig(state_slots=4, max_running=3)
+    first = decoding(one, 1, 6, 8)
+    assert first.boundary is not None
+    held = first.boundary
+    assert held.slot
+    before = one.scheduler.running.prefix.tree.evicted_states
+    one.ask(2, ids(14, 2), max_tokens=2)
+    one.turn()
+    assert held.slot == 0
+    assert one.scheduler.running.prefix.tree.evicted_states > before
+    one.drain()
+    one.right([1, 2])
+
+
+def test_without_a_free_slot_a_sequence_writes_over_what_it_held() -> None:
+    """The next boundary needs no second slot: law 2, the floor is one slot a sequence."""
+    one = rig(state_slots=4, max_running=2, kv_pages=40)
+    one.ask(1, ids(3, 1), max_tokens=60)
+    one.ask(2, ids(3, 2), max_tokens=60)
+    positions = set()
+    while one.turn():
+        for sequence in one.scheduler.running.sequences:
+            if sequence.boundary is not None and sequence.boundary.slot:
+                positions.add((sequence.uid, sequence.boundary.position))
+    one.right([1, 2])
+    known = {uid: ids(3, uid) + one.tokens[uid, 0] for uid in (1, 2)}
+    assert max(run(one, 2 + uid, known[uid] + ids(4), max_tokens=1).hit for uid in (1, 2)) == 60
+    assert len(positions) > 10
+
+
+def test_a_request_that_fails_leaves_no_held_state() -> None:
+    one = Rig(limits(prefix=True, state_slots=24, kv_pages=80, prefill_chunk=32), bad=[(1, 0, 9)])
+    one.ask(1, ids(10), max_tokens=20)
+    one.drain()
+    assert one.failed[1].error.code == "numerical_error"
+    assert one.scheduler.running.prefix.checkpoints["lost"] > 0
+    assert run(one, 2, ids(10) + one.tokens[1, 0] + [1]).hit == 8
 
 
 def test_a_long_conversation_hits_near_its_end_with_few_slots_peer47_peer48() -> None:

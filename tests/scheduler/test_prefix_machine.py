@@ -258,6 +258,28 @@ def _siblings_left_behind(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixTree, "follow", lambda self, lease, other, position: None)
 
 
+def _held_slot_owned_twice(patch: pytest.MonkeyPatch) -> None:
+    """A sequence writes its next boundary over the state it held, and the tree keeps the slot too."""
+    patch.setattr(PrefixTree, "let_go", lambda self, held: held.slot)
+
+
+def _held_state_a_page_too_early(patch: pytest.MonkeyPatch) -> None:
+    """The state of the last boundary is booked at the one before; who was parked resumes from it."""
+    real = PrefixTree.hold
+    patch.setattr(PrefixTree, "hold", lambda self, slot, position: real(self, slot, position - PAGE or PAGE))
+
+
+def _held_state_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """A sequence that leaves does not let go of what the tree holds for it."""
+    real = Prefix.release
+
+    def release(self: Prefix, sequence: Sequence, fence: int) -> None:
+        sequence.boundary = None
+        real(self, sequence, fence)
+
+    patch.setattr(Prefix, "release", release)
+
+
 MUTANTS = [
     _page_published_and_kept,
     _salt_left_out,
@@ -275,6 +297,9 @@ MUTANTS = [
     _waits_for_ever,
     _source_not_pinned,
     _siblings_left_behind,
+    _held_slot_owned_twice,
+    _held_state_a_page_too_early,
+    _held_state_forgotten,
 ]
 
 
