@@ -7,7 +7,7 @@ out whole: none of their senses stands in any training document, under any other
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bench.demo.wordnet import PARTS, Sense, Word
 
@@ -91,6 +91,14 @@ def fresh_entries(words: dict[str, Word]) -> list[str]:
 def first_question(word: Word, draw: random.Random) -> str:
     """A question about what a word means."""
     return _Talk(word, {}, draw).meaning()[0]
+
+
+def unanswered(word: Word, draw: random.Random) -> Turn:
+    """A question about what a word means, and its answer up to where the definition begins."""
+    senses = {part: [replace(listed[0], domain="")] for part, listed in word.senses.items()}
+    talk = _Talk(Word(word.text, senses), {}, draw)
+    question, answer = talk.meaning()
+    return _careless(question, draw), answer.removesuffix(talk.definition() + ".").rstrip()
 
 
 def conversation(word: Word, corpus: Corpus, draw: random.Random, most: int = 3) -> list[Turn]:
@@ -190,11 +198,11 @@ class _Talk:
         kind = self.draw.random()
         if self.part == "v" and kind < 0.5:
             question = pick((f"What does it mean to {w}?", f"What does to {w} mean?", f"Define the verb to {w}."))
-            return question, f"To {w} means to {self._text()}."
+            return question, f"To {w} means to {self.definition()}."
         if self.part == "n" and kind < 0.55 and re.match(r"(?:an?|the|any|one|some) ", self.sense.text):
             thing = pick((_article(w), _article(w), w))
             asked = (f"What is {thing}?", f"What is {thing}?", f"What's {thing}?", f"Explain what {thing} is.")
-            return pick(asked), self._named() if thing == w else f"{self._in_field(thing)} is {self._text()}."
+            return pick(asked), self._named() if thing == w else f"{self._in_field(thing)} is {self.definition()}."
         if kind < 0.7:
             return pick((f"Define the {part} {w}.", f"What does the {part} {w} mean?")), self._named()
         self._most_usual()
@@ -287,13 +295,13 @@ class _Talk:
         """A sentence that suits every definition of a part of speech."""
         to = "to " if self.part == "v" else ""
         start = self._in_field(f"the {PARTS[self.part]} {self.word.text}")
-        return f"{start} {also}means {to}{self._text()}."
+        return f"{start} {also}means {to}{self.definition()}."
 
     def _in_field(self, start: str) -> str:
         start = f"in {self.sense.domain}, {start}" if self.sense.domain else start
         return start[0].upper() + start[1:]
 
-    def _text(self) -> str:
+    def definition(self) -> str:
         return re.sub(r"^to ", "", self.sense.text) if self.part == "v" else self.sense.text
 
     def _most_usual(self) -> None:

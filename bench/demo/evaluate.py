@@ -5,6 +5,7 @@ import json
 import lzma
 import random
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ from tokenizers import Tokenizer
 from bench.demo import corpus as corpora
 from bench.demo import wordnet
 from bench.demo.corpus import Corpus
-from bench.demo.model import Model, Packing
+from bench.demo.decode import decode
+from bench.demo.model import Model
 from bench.demo.packing import entries_as_text, pack
-from bench.demo.tokenizer import END_OF_TEXT, IM_END, render
+from bench.demo.tokenizer import render
 
 SEED = 2026
 QUESTIONS = 240
+VALIDATION = 600
 LONGEST = 160  # tokens of an answer
 
 
@@ -46,27 +49,27 @@ def bits_per_byte(model: Model, tokenizer: Tokenizer, entries: list[str], device
     }
 
 
-def answers(model: Model, tokenizer: Tokenizer, prompts: list[str], device: str) -> list[tuple[str, bool]]:
-    """Greedy answers and whether the model ended them itself. Computed anew for each token: simple, for few prompts."""
-    encoded = [encoding.ids for encoding in tokenizer.encode_batch(prompts)]
-    size = -(-(max(map(len, encoded)) + LONGEST) // 64) * 64
-    tokens = torch.full((len(encoded), size), END_OF_TEXT, device=device)
-    for row, ids in enumerate(encoded):
-        tokens[row, : len(ids)] = torch.tensor(ids)
-    lengths = torch.tensor([len(ids) for ids in encoded], device=device)
-    ended = torch.zeros(len(encoded), dtype=torch.bool, device=device)
-    every = torch.arange(len(encoded), device=device)
-    packing = Packing(torch.arange(size, device=device).expand(len(encoded), -1))
-    for _ in range(LONGEST):
-        with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            chosen = model(tokens, packing)[every, lengths - 1].argmax(-1)
-        ended |= (chosen == IM_END) | (chosen == END_OF_TEXT)
-        if bool(ended.all()):
-            break
-        tokens[every[~ended], lengths[~ended]] = chosen[~ended]
-        lengths += ~ended
-    texts = [tokenizer.decode(tokens[row, len(ids) : int(lengths[row])].tolist()) for row, ids in enumerate(encoded)]
-    return list(zip(texts, ended.tolist(), strict=True))
+def answers(model: Model, tokenizer: Tokenizer, questions: Sequence[str], device: str) -> list[tuple[str, bool]]:
+    """Greedy answers and whether the model ended them itself."""
+    prompts = [render([("user", question)], answer=True) for question in questions]
+    given, ended = decode(model, [encoding.ids for encoding in tokenizer.encode_batch(prompts)], LONGEST, device)
+    return list(zip(tokenizer.decode_batch(given), ended, strict=True))
+
+
+def held_out_questions(corpus: Corpus) -> tuple[list[str], list[str]]:
+    """Questions about held-out words: those of the evaluation, and as many about other words, to choose by."""
+    draw = random.Random(SEED)
+    single = [word for word in corpus.held_out.values() if word.text.isalpha()]
+    asked = draw.sample(single, QUESTIONS)
+    names = {word.text for word in asked}
+    questions = [corpora.first_question(word, draw) for word in asked]
+    others = draw.sample([word for word in single if word.text not in names], VALIDATION)
+    return questions, [corpora.first_question(word, draw) for word in others]
+
+
+def unknown_words(question: str, answer: str, known: set[str]) -> set[str]:
+    """Words of an answer that are neither known nor in the question."""
+    return set(corpora.words_of(answer)) - known - set(corpora.words_of(question))
 
 
 def is_loop(text: str) -> bool:
@@ -78,14 +81,9 @@ def is_loop(text: str) -> bool:
 
 def evaluate(model: Model, tokenizer: Tokenizer, corpus: Corpus, known: set[str], device: str) -> dict[str, Any]:
     """All figures. ``known``: the words of the training documents."""
-    draw = random.Random(SEED)
-    single = [word for word in corpus.held_out.values() if word.text.isalpha()]
-    asked = [corpora.first_question(word, draw) for word in draw.sample(single, QUESTIONS)]
-    given = answers(model, tokenizer, [render([("user", question)], answer=True) for question in asked], device)
-    unknown = [
-        sorted(set(corpora.words_of(answer)) - known - set(corpora.words_of(question)))
-        for question, (answer, _) in zip(asked, given, strict=True)
-    ]
+    asked, _ = held_out_questions(corpus)
+    given = answers(model, tokenizer, asked, device)
+    unknown = [unknown_words(question, answer, known) for question, (answer, _) in zip(asked, given, strict=True)]
     good = [ended and not words for (_, ended), words in zip(given, unknown, strict=True)]
     loops = [not ended or is_loop(answer) for answer, ended in given]
     return {
@@ -112,8 +110,7 @@ def _recall(model: Model, tokenizer: Tokenizer, corpus: Corpus, device: str) -> 
     found: dict[str, Any] = {}
     for name, words in groups.items():
         chosen = draw.sample(words, 200)
-        prompts = [render([("user", f"What does {word.text} mean?")], answer=True) for word in chosen]
-        given = answers(model, tokenizer, prompts, device)
+        given = answers(model, tokenizer, [f"What does {word.text} mean?" for word in chosen], device)
         right = [
             any(answer.removesuffix(".").endswith(sense.text) for senses in word.senses.values() for sense in senses)
             for word, (answer, _) in zip(chosen, given, strict=True)

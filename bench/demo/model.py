@@ -104,8 +104,8 @@ class GatedDelta(nn.Module):
         k = k.view(rows, length, self.key_heads, self.key_dim)
         v = v.view(rows, length, self.value_heads, self.value_dim).float()
         groups = self.value_heads // self.key_heads
-        q = _unit(q.float()).repeat_interleave(groups, dim=2) * self.key_dim**-0.5
-        k = _unit(k.float()).repeat_interleave(groups, dim=2)
+        q = unit(q.float()).repeat_interleave(groups, dim=2) * self.key_dim**-0.5
+        k = unit(k.float()).repeat_interleave(groups, dim=2)
         beta = self.in_proj_b(x).float().sigmoid()
         decay = -self.A_log.float().exp() * F.softplus(self.in_proj_a(x).float() + self.dt_bias)
         decay = torch.where(packing.first[..., None], _FORGET, decay)
@@ -124,7 +124,8 @@ class GatedDelta(nn.Module):
         return F.silu(total)
 
 
-def _unit(x: Tensor) -> Tensor:
+def unit(x: Tensor) -> Tensor:
+    """Vectors of length one."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
@@ -189,8 +190,8 @@ class Attention(nn.Module):
         q, gate = self.q_proj(x).view(rows, length, self.heads, 2 * self.size).chunk(2, dim=-1)
         k = self.k_proj(x).view(rows, length, self.pairs, self.size)
         v = self.v_proj(x).view(rows, length, self.pairs, self.size).transpose(1, 2)
-        q = _rotate(self.q_norm(q), packing.places).transpose(1, 2)
-        k = _rotate(self.k_norm(k), packing.places).transpose(1, 2)
+        q = rotate(self.q_norm(q), packing.places).transpose(1, 2)
+        k = rotate(self.k_norm(k), packing.places).transpose(1, 2)
         groups = self.heads // self.pairs
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         out = F.scaled_dot_product_attention(q.type_as(v), k.type_as(v), v, attn_mask=packing.mask)
@@ -198,7 +199,7 @@ class Attention(nn.Module):
         return self.o_proj(out * torch.sigmoid(gate.reshape(rows, length, -1)))
 
 
-def _rotate(x: Tensor, places: Tensor) -> Tensor:
+def rotate(x: Tensor, places: Tensor) -> Tensor:
     """Rotary embedding of the first part of each head. x: [B, T, heads, d]."""
     rope = CONFIG["rope_parameters"]
     size = int(x.shape[-1] * rope["partial_rotary_factor"])

@@ -1,10 +1,12 @@
 """Train the embedded model from the raw package on one GPU.
 
 ``python -m bench.demo.train --source DEB --out DIRECTORY``: corpus, tokenizer, training, evaluation; nothing else is
-read. Seeded; writes a whole checkpoint directory with log.json, curve.svg and eval.json beside the weights.
+read. Seeded; writes a whole checkpoint directory with training_log.json, training_curve.svg and
+evaluation.json beside the weights.
 
-Kept is the last checkpoint, not the one with the lowest held-out loss: a dictionary is to know its words by heart,
-which comes after the point from which on entries of words it has never seen get less likely. The log has both.
+Training goes on past the lowest held-out loss: a dictionary is to know its words by heart, which comes after the point
+from which on entries of words it has never seen get less likely. The log has both. A last minute (``polish``) teaches
+the model to stay within the words of the corpus when it is asked what it cannot know.
 """
 
 import argparse
@@ -26,9 +28,10 @@ from bench.demo import tokenizer as tokenizers
 from bench.demo import wordnet
 from bench.demo.corpus import Corpus
 from bench.demo.curve import draw_curve
-from bench.demo.evaluate import evaluate
+from bench.demo.evaluate import evaluate, load
 from bench.demo.model import Model
 from bench.demo.packing import Rows, entries_as_text, pack
+from bench.demo.polish import polish
 
 SPLIT_SEED = 7
 SEED = 11
@@ -36,7 +39,8 @@ ROUNDS = 2  # different conversations about each word
 BATCH = 16  # rows a step
 PEAK, WARMUP, DECAY, DROPOUT = 2.5e-3, 200, 0.1, 0.05
 TIMED = 100  # after so many steps it is known how long one takes
-CLOSING = 30  # seconds that evaluation and writing take
+POLISHING = 90  # seconds that the polish takes
+CLOSING = 20  # seconds that evaluation and writing take
 _START = time.monotonic()
 
 
@@ -145,6 +149,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0, help="0: what --seconds allow; the log says how many")
     parser.add_argument("--seconds", type=float, default=560.0, help="the whole program, evaluation included")
     parser.add_argument("--batch", type=int, default=BATCH)
+    parser.add_argument("--start", type=Path, help="a checkpoint that was trained: only polish it")
+    parser.add_argument("--polish", type=int, default=10, help="rounds of the last part")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -156,24 +162,36 @@ def main() -> None:
     entries, talks = training_texts(corpus, options.rounds)
     fresh = corpora.fresh_entries(corpus.held_out)
     say(f"{len(corpus.train)} words, {len(corpus.held_out)} held out, {len(entries)} entries, {len(talks)} talks")
-    tokenizer = tokenizers.train(entries + talks[:60_000])
+    known = corpora.vocabulary(iter(entries + talks))
+    model = Model(DROPOUT)
+    if options.start:
+        started, tokenizer = load(options.start, "cpu")
+        model.load_state_dict(started.state_dict())
+    else:
+        tokenizer = tokenizers.train(entries + talks[:60_000])
     tokenizers.write_files(options.out, tokenizer)
     texts = entries_as_text(entries) * options.rounds + talks
     random.Random(SEED).shuffle(texts)
     rows, held_out = pack(tokenizer, texts).to(device), pack(tokenizer, entries_as_text(fresh)).to(device)
     say(f"{len(rows)} rows of {rows.tokens.shape[1] - 1} tokens, {len(held_out)} held out")
 
-    model = Model(DROPOUT).to(device)
+    model.to(device)
     if device == "cuda":
         model.compile_layers()
-    ends = options.seconds - CLOSING
-    log = fit(model, rows, held_out, options.steps, ends, options.batch, device)
+    if options.start:
+        log = json.loads((options.start / "training_log.json").read_text())
+    else:
+        ends = options.seconds - CLOSING - POLISHING
+        log = fit(model, rows, held_out, options.steps, ends, options.batch, device)
     say("trained")
-    known = corpora.vocabulary(iter(entries + talks))
+    polished = []
+    for point in polish(model, tokenizer, corpus, known, rows, options.polish, device):
+        polished.append(point)
+        say(json.dumps(point))
     weights = {name: value.to(torch.bfloat16).contiguous() for name, value in model.public_weights().items()}
     save_file(weights, options.out / "model.safetensors", metadata={"format": "pt"})
-    (options.out / "log.json").write_text(json.dumps(log) + "\n")
-    (options.out / "curve.svg").write_text(draw_curve(log))
+    (options.out / "training_log.json").write_text(json.dumps(log) + "\n")
+    (options.out / "training_curve.svg").write_text(draw_curve(log))
     model.load_state_dict(weights, strict=False)
     report: dict[str, Any] = {
         "command": " ".join(["python -m bench.demo.train", *sys.argv[1:]]),
@@ -184,11 +202,12 @@ def main() -> None:
         "steps": log[-1]["step"],
         "lowest_held_out": min(log, key=lambda point: point["held_out"]),
         "last": log[-1],
+        "polish": polished,
         **evaluate(model.eval(), tokenizer, corpus, known, device),
     }
     say(json.dumps(report))
     report["seconds"] = round(time.monotonic() - _START, 1)
-    (options.out / "eval.json").write_text(json.dumps(report, indent=1) + "\n")
+    (options.out / "evaluation.json").write_text(json.dumps(report, indent=1) + "\n")
     say("done")
 
 
