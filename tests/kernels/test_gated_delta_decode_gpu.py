@@ -103,9 +103,13 @@ def _close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
     assert (got.float() - want.float()).norm() <= CLOSE[dtype] * want.float().norm()
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "width"), list(zip(HEADS, WIDTHS, strict=True)))
+@pytest.mark.parametrize(
+    ("heads", "width", "shape", "dtype"),
+    [
+        *((*of, torch.float32) for of in zip(HEADS, WIDTHS, SHAPES, strict=True)),
+        *((*of, torch.bfloat16) for of in zip(HEADS, WIDTHS, SHAPES[::-1], strict=True)),
+    ],
+)
 def test_rows_are_the_reference(heads: tuple[int, int, int, int], width: int, dtype: torch.dtype, shape: Shape) -> None:
     lengths, slots = [7, 0, 64, 1, 300, 0], [5, 3, 1, 8, 2, 0]
     filled = [slot for slot, length in zip(slots, lengths, strict=True) if length]

@@ -69,15 +69,25 @@ def unit(x, EPS: tl.constexpr):
 
 
 @triton.jit
-def _convolved(x_ptr, window_ptr, taps_ptr, channel, mask, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
-    """Of some channels the activated output in fp32."""
+def _inputs(x_ptr, window_ptr, taps_ptr, channel, mask, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
+    """What ``_convolved`` needs of some channels: inputs and taps by turns, the newest first, then from the oldest."""
     X: tl.constexpr = WIDTH - 1
     x = tl.load(x_ptr + channel, mask=mask, other=0.0)
-    summed = x.to(tl.float32) * tl.load(taps_ptr + X * CHANNELS + channel, mask=mask, other=0.0)
+    loaded: tl.tuple = (x, tl.load(taps_ptr + X * CHANNELS + channel, mask=mask, other=0.0))
     for tap in tl.static_range(X):
-        past = tl.load(window_ptr + channel * X + tap, mask=mask, other=0.0).to(tl.float32)
-        summed += past * tl.load(taps_ptr + tap * CHANNELS + channel, mask=mask, other=0.0)
-    return silu(summed.to(x.dtype).to(tl.float32)).to(x.dtype).to(tl.float32)
+        past = tl.load(window_ptr + channel * X + tap, mask=mask, other=0.0)
+        weight = tl.load(taps_ptr + tap * CHANNELS + channel, mask=mask, other=0.0)
+        loaded = loaded + (past, weight)  # noqa: RUF005 (Triton knows no starred tuple)
+    return loaded
+
+
+@triton.jit
+def _convolved(inputs, WIDTH: tl.constexpr):
+    """The activated output in fp32."""
+    summed = inputs[0].to(tl.float32) * inputs[1]
+    for tap in tl.static_range(1, WIDTH):
+        summed += inputs[2 * tap].to(tl.float32) * inputs[2 * tap + 1]
+    return silu(summed.to(inputs[0].dtype).to(tl.float32)).to(inputs[0].dtype).to(tl.float32)
 
 
 @triton.jit
@@ -137,7 +147,7 @@ def _prepare_kernel(
     head, row = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths_ptr + row)
     slot = tl.load(slots_ptr + row).to(tl.int64)
-    if length <= 0:
+    if (length <= 0) | (slot <= 0):  # asks for both, so that neither waits for the other
         return
     C: tl.constexpr = 2 * I * K + U * V
     projected_ptr += row.to(tl.int64) * projected_stride
@@ -147,7 +157,7 @@ def _prepare_kernel(
     size = tl.where(is_key, K, V)
     o_c = tl.arange(0, BC)
     channel = tl.where(is_key, head * K, 2 * I * K + (head - 2 * I) * V) + o_c
-    y = _convolved(projected_ptr, windows_ptr, taps_ptr, channel, o_c < size, C, WIDTH)
+    y = _convolved(_inputs(projected_ptr, windows_ptr, taps_ptr, channel, o_c < size, C, WIDTH), WIDTH)
     if is_key:
         y = unit(y, L2_EPS) * tl.where(head < I, K**-0.5, 1.0)
     else:
@@ -192,14 +202,15 @@ def _recurrence_kernel(
     u, row = tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths_ptr + row)
     slot = tl.load(slots_ptr + row).to(tl.int64)
-    if length <= 0:
+    if (length <= 0) | (slot <= 0):  # asks for both, so that neither waits for the other
         return
     C: tl.constexpr = 2 * I * K + U * V
     o_k, o_v = tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
     in_k, in_v = o_k < K, o_v < V
     p_state = matrices_ptr + slot * matrices_stride + u * K * V + o_k[:, None] * V + o_v[None, :]
     in_state = in_k[:, None] & in_v[None, :]
-    state = tl.load(p_state, mask=in_state, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    state = tl.load(p_state, mask=in_state, other=0.0, eviction_policy="evict_first")
+    tl.debug_barrier()  # only for the compiler, which would begin this long load after what needs the short ones
 
     projected_ptr += row.to(tl.int64) * projected_stride
     scratch_ptr += row.to(tl.int64) * (U * V + PREPARED * (C + 2 * U))
@@ -213,13 +224,16 @@ def _recurrence_kernel(
         beta = tl.load(scratch_ptr + U * V + C + U + u)
     else:
         windows_ptr += slot * windows_stride
-        q = _convolved(projected_ptr, windows_ptr, taps_ptr, q_channel, in_k, C, WIDTH)
-        k = _convolved(projected_ptr, windows_ptr, taps_ptr, k_channel, in_k, C, WIDTH)
-        v = _convolved(projected_ptr, windows_ptr, taps_ptr, v_channel, in_v, C, WIDTH)
+        of_q = _inputs(projected_ptr, windows_ptr, taps_ptr, q_channel, in_k, C, WIDTH)
+        of_k = _inputs(projected_ptr, windows_ptr, taps_ptr, k_channel, in_k, C, WIDTH)
+        of_v = _inputs(projected_ptr, windows_ptr, taps_ptr, v_channel, in_v, C, WIDTH)
         decay, beta = _gates(projected_ptr, rate_ptr, dt_bias_ptr, u, C + U * V, U)
+        tl.debug_barrier()
+        q, k, v = _convolved(of_q, WIDTH), _convolved(of_k, WIDTH), _convolved(of_v, WIDTH)
         q = unit(q, L2_EPS) * (K**-0.5)
         k = unit(k, L2_EPS)
 
+    state = state.to(tl.float32)
     change = beta * (v - decay * tl.sum(state * k[:, None], 0))
     o = decay * tl.sum(state * q[:, None], 0) + tl.sum(q * k, 0) * change
     state = decay * state + k[:, None] * change[None, :]
@@ -261,7 +275,7 @@ def _finish_kernel(
     u, row = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths_ptr + row)
     slot = tl.load(slots_ptr + row).to(tl.int64)
-    if length <= 0:
+    if (length <= 0) | (slot <= 0):  # asks for both, so that neither waits for the other
         return
     C: tl.constexpr = 2 * I * K + U * V
     projected_ptr += row.to(tl.int64) * projected_stride
