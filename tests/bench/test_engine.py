@@ -10,3 +10,6 @@ def test_every_part_of_a_step_is_timed_with_and_without_the_tree() -> None:
         assert tuple(figures["median_ms_by_part"]) == PARTS
         assert figures["p99_ms"] >= figures["median_ms"] > 0
     assert both["tree_cost"] > -1
+    checkpoints = both["with_prefix_tree"]["checkpoints"]
+    assert checkpoints["superseded"] > 0
+    assert "skipped" not in checkpoints
