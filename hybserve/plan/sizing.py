@@ -103,6 +103,9 @@ def make_frame(spec: ModelSpec, deployment: Deployment, facts: MemoryFacts, weig
         raise ConfigError("memory.device: there is no GPU to ask; state the memory of one, such as 139GiB")
     if cuda and cache.page_size % GPU_SCAN_TILE:
         raise ConfigError(f"cache.page_size: must be a multiple of {GPU_SCAN_TILE} on a GPU, got {cache.page_size}")
+    head_dim = spec.attention.head_dim if spec.attention is not None else 64
+    if cuda and head_dim & (head_dim - 1):
+        raise ConfigError(f"engine.backend: the GPU kernels need a head_dim that is a power of two, got {head_dim}")
     known: dict[object, int] = {}
 
     def weigh(share: RankShare) -> int:

@@ -49,6 +49,7 @@ class Graphs(Generic[Room]):
             graph.capture_end()
         self._pool = graph.pool()
         self._captured[room] = graph, result
+        self._chosen.clear()
 
     def room_for(self, need: Room) -> Room | None:
         """The smallest captured room that holds ``need``; None if there is none."""

@@ -23,6 +23,7 @@ from tests.e2e.test_engine import Engine, Text, alone
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = ("dense", "moe")  # the rest natively only
+REFUSED = ("odd", "uneven")  # head dims that are no powers of two: the planner refuses them on a GPU
 OUTPUTS = 4 if DEVICE == "cpu" else 12
 LENGTHS = (3, 64, 70, 1, 130) if DEVICE == "cpu" else (200, 3, 64, 65, 128, 191, 193, 1, 500, 1000)
 
@@ -83,12 +84,17 @@ def check(subject: DeviceSubject, prompt: list[int], output: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [shape if shape in INTERPRETED else pytest.param(shape, marks=pytest.mark.gpu) for shape in SHAPES]
+    "shape",
+    [
+        shape if shape in INTERPRETED else pytest.param(shape, marks=pytest.mark.gpu)
+        for shape in SHAPES
+        if shape not in REFUSED
+    ],
 )
 @pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.gpu)])
 def test_greedy_tokens_equal_transformers_cold_warm_chunked_and_batched(subject, shape, graphs):
     one = subject(shape)
-    engine = make_engine(one, make_limits(prefix=True, graphs=graphs))
+    engine = make_engine(one, make_limits(prefix=True, graphs=graphs, kv_pages=100, state_slots=60))
     prompts = one.prompts(LENGTHS)
     for begin in (0, len(prompts)):  # the second time all prompts are cached
         engine.text.inbox = [generate(begin + uid, prompt) for uid, prompt in enumerate(prompts)]
@@ -107,7 +113,7 @@ def test_requests_that_do_not_fit_park_and_resume(subject):
     one = subject("dense")
     engine = make_engine(one, make_limits(kv_pages=7, max_seq_len=256, state_slots=6))
     prompts = one.prompts((120, 125, 60))
-    engine.text.inbox = [generate(uid, prompt, max_tokens=8) for uid, prompt in enumerate(prompts)]
+    engine.text.inbox = [generate(uid, prompt, max_tokens=8 + 4 * (uid < 2)) for uid, prompt in enumerate(prompts)]
     engine.run()
     for uid, prompt in enumerate(prompts):
         check(one, prompt, engine.outputs()[uid, 0])

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from hybserve.config.deployment import Deployment
 from hybserve.config.load import check_servable, load_deployment
 from hybserve.core.errors import ConfigError, ModelError
 from hybserve.plan.facts import MemoryFacts
-from hybserve.plan.planner import find_facts, plan_deployment
+from hybserve.plan.planner import find_facts, make_plan, plan_deployment
 from hybserve.plan.report import format_plan
 
 ROOT = Path(__file__).parents[2]
@@ -170,3 +171,17 @@ def test_planning_a_large_model_is_quick_and_needs_no_torch(model_dir):
     )
     assert done.returncode == 0, done.stderr
     assert time.monotonic() - begin < 20
+
+
+@pytest.mark.parametrize(
+    ("changes", "dims", "words"),
+    [
+        ({"cache.page_size": 48}, {"d": 256}, r"cache\.page_size: must be a multiple of 64 on a GPU, got 48"),
+        ({}, {"d": 20}, r"head_dim that is a power of two, got 20"),
+    ],
+)
+def test_what_the_gpu_kernels_cannot_do_is_refused(make_spec, changes, dims, words):
+    spec = make_spec("ddda", H=4, J=2, **dims)
+    values: dict = {"cache": {key.split(".")[1]: value for key, value in changes.items()}}
+    with pytest.raises(ConfigError, match=words):
+        make_plan(spec, Deployment.build(values), MemoryFacts("cuda", 1 << 36))
