@@ -1,6 +1,6 @@
 """Linear maps of Qwen3.5-9B (M1) and 35B-A3B (M2) from 1 to 256 rows, beside the library's own product in the same run.
 
-``SWEEP=1`` also times configurations of ``stream`` beside those of the table, prints the best in the form of
+``SWEEP=1`` times at every shape the tiles that the table has for any shape, prints the best in the form of
 ``hybserve_kernels/linear/gpu/table.py``, and sums up a step of M1 with them.
 """
 
@@ -21,15 +21,15 @@ from hybserve_kernels import linear as maps
 from hybserve_kernels import overlap
 from hybserve_kernels.linear import reference
 from hybserve_kernels.linear.gpu import table
-from hybserve_kernels.linear.gpu.stream import Stream, pieces_of
 from hybserve_kernels.linear.gpu.table import Choice
+from hybserve_kernels.linear.gpu.tiles import Tiles
 from hybserve_kernels.swiglu import swiglu
 
 from bench.kernels import Row
 from bench.kernels.timing import microseconds, rounds_of
 
 ROWS = (1, 8, 32, 64, 128, 256)
-_SWEPT = (8, 16, 32, 64, 128)
+_SWEPT = (8, 16, 32, 64)
 _DTYPE, _EPS = torch.bfloat16, 1e-6
 _SWEEP = bool(os.environ.get("SWEEP"))
 #: What ``check`` found right, for ``measure`` in the next process: a line each.
@@ -70,34 +70,14 @@ SHAPES = (
     Shape("M2 lm_head", 248320, 2048),
 )
 
-#: (outputs, depth, warps, stages, programs) of streams by the rows of a tile.
-_STREAMS: dict[str, dict[int, tuple[tuple[int, int, int, int, int], ...]]] = {
-    "plain": {
-        16: ((64, 128, 4, 6, 132), (64, 128, 4, 9, 132), (64, 128, 4, 4, 264), (128, 128, 4, 5, 132)),
-        32: ((64, 128, 4, 6, 132), (64, 128, 4, 8, 132), (64, 128, 4, 4, 264), (128, 128, 4, 4, 132)),
-        64: ((64, 128, 4, 6, 132), (128, 64, 4, 7, 132), (128, 128, 8, 3, 132), (64, 64, 4, 5, 264)),
-        128: ((64, 64, 4, 7, 132), (128, 64, 8, 5, 132), (128, 64, 8, 4, 132), (64, 64, 4, 3, 264)),
-    },
-    "swiglu": {
-        16: ((64, 128, 4, 5, 132), (64, 64, 4, 10, 132), (64, 64, 4, 5, 264), (128, 64, 8, 5, 132)),
-        32: ((64, 128, 4, 5, 132), (64, 64, 4, 9, 132), (64, 64, 4, 5, 264), (128, 64, 8, 5, 132)),
-        64: ((64, 64, 4, 7, 132), (64, 128, 4, 4, 132), (64, 64, 4, 3, 264), (128, 64, 8, 4, 132)),
-        128: ((64, 64, 8, 5, 132), (64, 64, 8, 6, 132)),
-    },
-}
 
-
-def candidates(shape: Shape, rows: int) -> Iterator[Choice]:
-    """The choice of the table, and streams that are worth a measurement."""
-    before = table.chosen(shape.key[0], rows, *shape.key[1:])
-    if before is not None:
-        yield before
-    if shape.outputs * shape.inputs < 1 << 22:
-        return
-    height = max(16, rows)
-    for outputs, depth, warps, stages, programs in _STREAMS[shape.key[0]][height]:
-        if pieces_of(-(-shape.stored // outputs), -(-shape.inputs // depth), programs) <= 8:
-            yield Stream(outputs, height, depth, warps, stages, programs)
+def candidates(shape: Shape, rows: int) -> Iterator[Tiles]:
+    """All that the table has for such rows, each once."""
+    kind, _, inputs = shape.key
+    choices = [choice for key, found in table._H200.items() if key[0] == kind for _, choice in found]
+    for choice in dict.fromkeys(choices):
+        if isinstance(choice, Tiles) and choice.rows == max(16, rows) and inputs % choice.depth == 0:
+            yield choice
 
 
 def _random(*shape: int) -> torch.Tensor:
@@ -145,8 +125,15 @@ def _check_sweep() -> None:
     not right is said, and left out of the sweep."""
     _PASSED.write_text("")
     jobs = [(shape, rows, choice) for shape in SHAPES for rows in _SWEPT for choice in candidates(shape, rows)]
-    kernels = sorted({_kernel(*job) for job in jobs})
-    parts = [[job for job in jobs if kernels.index(_kernel(*job)) % _PROCESSES == i] for i in range(_PROCESSES)]
+    kernels = sorted({f"{shape.kind} {choice}" for shape, _, choice in jobs})  # as many are compiled
+    parts = [
+        [
+            (shape, rows, choice)
+            for shape, rows, choice in jobs
+            if kernels.index(f"{shape.kind} {choice}") % _PROCESSES == i
+        ]
+        for i in range(_PROCESSES)
+    ]
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=_sweep_part, args=(part,)) for part in parts]
     processes += [context.Process(target=_first_steps, args=(rows,)) for rows in ROWS]
@@ -164,24 +151,15 @@ def _check_sweep() -> None:
             print("not right:", *job)
 
 
-def _kernel(shape: Shape, rows: int, choice: Choice) -> str:
-    """Jobs with the same run the same compiled kernel."""
-    pieces = 0
-    if isinstance(choice, Stream):
-        tiles = -(-rows // choice.rows) * -(-shape.stored // choice.outputs)
-        pieces = pieces_of(tiles, -(-shape.inputs // choice.depth), choice.programs)
-    return f"{shape.kind} {choice} {pieces}"
-
-
-def _sweep_part(jobs: list[tuple[Shape, int, Choice]]) -> None:
+def _sweep_part(jobs: list[tuple[Shape, int, Tiles]]) -> None:
     torch.manual_seed(0)
     for job in jobs:
         shape, rows, choice = job
         x = _random(max(1, rows - 1), shape.inputs)
         weight = _random(shape.outputs, shape.inputs).mul_(shape.inputs**-0.5)
         problems: list[str] = []
-        for early in (range(0), range(1 << 20)):
-            with patch.object(overlap, "_ROWS", early):
+        for early in (False, True):
+            with _launches(early):
                 problems += _failure(partial(_product, choice, shape, x, weight), _expected(shape, x, weight), str(job))
         print("\n".join(problems), end="\n" if problems else "", flush=True)
         if not problems:
@@ -189,7 +167,7 @@ def _sweep_part(jobs: list[tuple[Shape, int, Choice]]) -> None:
                 file.write(f"{job}\n")
 
 
-def _product(choice: Choice, shape: Shape, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _product(choice: Tiles, shape: Shape, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     out = torch.full((x.shape[0], shape.stored), float("nan"), device="cuda", dtype=_DTYPE)
     if shape.kind == "added":
         out.fill_(1.0)
@@ -280,7 +258,7 @@ def _swept(shape: Shape, rows: int, passed: set[str]) -> tuple[Choice | None, Ro
     """The best choice at a shape, None for the library's; prints its line of the table."""
     case = Case(shape, rows)
     peer = case.library()
-    times: dict[Choice, float] = {}
+    times: dict[Tiles, float] = {}
     for choice in candidates(shape, rows):
         if str((shape, rows, choice)) in passed:
             call = partial(maps.launch, choice, swiglu=shape.kind == "swiglu", add=shape.kind == "added")
@@ -330,7 +308,7 @@ class _Step:
 @contextmanager
 def _launches(early: bool) -> Iterator[None]:
     """Every kernel of the op, or none, begins before the one before it has ended."""
-    with patch.object(overlap, "_ROWS", range(1 << 20) if early else range(0)):
+    with patch.object(overlap, "_MOST_ROWS", 1 << 20 if early else 0):
         yield
 
 

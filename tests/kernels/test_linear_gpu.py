@@ -3,7 +3,6 @@ import torch
 from hybserve_kernels import linear as maps
 from hybserve_kernels.linear import reference
 from hybserve_kernels.linear.gpu.gemv import Gemv, gemv
-from hybserve_kernels.linear.gpu.stream import Stream, stream
 from hybserve_kernels.linear.gpu.table import Choice, choose, chosen
 from hybserve_kernels.linear.gpu.tiles import Tiles, tiles
 
@@ -98,32 +97,6 @@ def test_tiles_with_activation(config: Tiles, rows: int, outputs: int, inputs: i
     close(out, reference.linear_swiglu(x, weight))
 
 
-STREAMS = [
-    pytest.param(Stream(32, 16, 32, 4, 3, 3), 5, 72, 96, id="whole tiles"),
-    pytest.param(Stream(32, 16, 32, 4, 3, 7), 5, 72, 160, id="tiles in three or four pieces"),
-    pytest.param(Stream(64, 16, 32, 4, 3, 20), 33, 72, 64, id="a block each"),
-    pytest.param(Stream(16, 16, 32, 4, 3, 5), 20, 40, 104, id="ragged inputs"),
-    pytest.param(Stream(32, 16, 32, 4, 3, 3), 20, 130, 64, id="several tiles each"),
-]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("config", "rows", "outputs", "inputs"), STREAMS)
-def test_streams(config: Stream, rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(6)
-    x, weight = rows_of(rows, inputs, dtype), weight_of(2 * outputs, inputs, dtype)
-    bias, hidden = torch.randn(outputs, device=DEVICE).to(dtype), rows_of(rows, outputs, dtype)
-    out = torch.empty(rows, outputs, device=DEVICE, dtype=dtype)
-    stream(config, x, weight[:outputs], out)
-    close(out, reference.linear(x, weight[:outputs]))
-    stream(config, x, weight, out, swiglu=True)
-    close(out, reference.linear_swiglu(x, weight))
-    expected = reference.linear_add(hidden, x, weight[:outputs], bias)
-    stream(config, x, weight[:outputs], hidden, bias, add=True)
-    close(hidden, expected)
-    assert bool(hidden._base[:, :8].isnan().all() and hidden._base[:, -8:].isnan().all())
-
-
 @pytest.mark.parametrize("ours", [True, False])
 @pytest.mark.parametrize("rows", [1, 6])
 def test_all_functions_by_our_kernels_and_by_the_library(
@@ -162,10 +135,9 @@ def test_which_shapes_have_kernels_of_our_own() -> None:
 def test_split_products_have_the_same_bits_every_time() -> None:
     torch.manual_seed(5)
     x, weight = rows_of(32, 4096, torch.bfloat16), weight_of(4096, 4096, torch.bfloat16)
-    for config in (Tiles(64, 32, 128, 4, 4, splits=4), Stream(64, 32, 128, 4, 4, 132)):
-        outs = []
-        for _ in range(50):
-            out = torch.empty(32, 4096, device=DEVICE, dtype=torch.bfloat16)
-            maps.launch(config, x, weight, out)
-            outs.append(out)
-        assert all(torch.equal(out, outs[0]) for out in outs)
+    outs = []
+    for _ in range(50):
+        out = torch.empty(32, 4096, device=DEVICE, dtype=torch.bfloat16)
+        tiles(Tiles(64, 32, 128, 4, 4, splits=4), x, weight, out)
+        outs.append(out)
+    assert all(torch.equal(out, outs[0]) for out in outs)

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 from hybserve_kernels.linear.gpu.gemv import Gemv, gemv
-from hybserve_kernels.linear.gpu.stream import Stream, stream
 from hybserve_kernels.linear.gpu.table import Choice, choose
 from hybserve_kernels.linear.gpu.tiles import tiles
 from hybserve_kernels.rms_norm import rms_norm
@@ -95,8 +94,6 @@ def launch(
     """By the kernel of ``choice``: ``linear``, ``linear_swiglu`` or ``linear_add_`` into ``out_MN``."""
     if isinstance(choice, Gemv):
         gemv(choice, x_MK, weight, out_MN, bias_N, swiglu, add)
-    elif isinstance(choice, Stream):
-        stream(choice, x_MK, weight, out_MN, bias_N, swiglu, add)
     else:
         tiles(choice, x_MK, weight, out_MN, bias_N, swiglu, add)
 

@@ -10,10 +10,9 @@ import triton
 
 from hybserve_kernels.linear.gpu.counts import MOST_COUNTS
 from hybserve_kernels.linear.gpu.gemv import Gemv
-from hybserve_kernels.linear.gpu.stream import Stream
 from hybserve_kernels.linear.gpu.tiles import Tiles
 
-Choice = Gemv | Tiles | Stream
+Choice = Gemv | Tiles
 
 #: (kind, outputs, inputs) to (most rows, choice), rising; the library from there. The kind is "plain" (stored or added)
 #: or "swiglu". Outputs are those stored: half of the weight's for swiglu.
@@ -39,7 +38,6 @@ _H200: dict[tuple[str, int, int], tuple[tuple[int, Choice | None], ...]] = {
         (1, Gemv(4, 512, 2)),
         (16, Tiles(64, 16, 128, 4, 6, 2)),
         (32, Tiles(64, 32, 128, 4, 6, 2)),
-        (64, Tiles(64, 64, 128, 4, 4, 2)),
     ),
     ("plain", 248320, 4096): (
         (1, Gemv(1, 512, 4)),
