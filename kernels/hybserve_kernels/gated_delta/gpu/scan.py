@@ -254,21 +254,19 @@ def _norm_kernel(
     tl.store(p_out, _gated_norm(o, z, weight, eps, V), mask=mask)
 
 
-#: Rows, as if of 32 heads of 128 columns, -> shape: the first entry with room for them, ``PLAIN`` if there is none.
+#: Rows, as if of 32 heads of 128 columns, -> shape: the first entry with room for them.
 #: Narrow slices while the rows are too few to fill the card.
 SHAPES = {
     2: Shape(32, 4, 2, 4),
     1 << 30: Shape(64, 8, 2, 4),
 }
-#: The shape that asks least of a compiler and a card: for fp32, and for all if ``SHAPES`` is empty.
-PLAIN = Shape(32, 4, 1, 4)
+#: For fp32, whatever the rows.
+FP32 = Shape(32, 4, 1, 4)
 
 
 def default_shape(rows: int, value_heads: int, value_dim: int, dtype: torch.dtype) -> Shape:
-    shape = PLAIN
-    if dtype != torch.float32:
-        whole = rows * value_heads * value_dim / (32 * 128)
-        shape = next((shape for most, shape in SHAPES.items() if whole <= most), PLAIN)
+    whole = rows * value_heads * value_dim / (32 * 128)
+    shape = FP32 if dtype == torch.float32 else next(shape for most, shape in SHAPES.items() if whole <= most)
     return shape._replace(columns=min(shape.columns, triton.next_power_of_2(value_dim)))
 
 
