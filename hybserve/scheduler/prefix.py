@@ -191,6 +191,7 @@ class Prefix:
         if not slot:
             self.checkpoints["skipped"] += 1
             return None
+        sequence.exporting = position
         return Export(sequence, position, slot, decode=True)
 
     def _known(self, sequence: Sequence, position: int) -> bool:

@@ -42,6 +42,7 @@ class Sequence:
         "edge",
         "ended",
         "exported",
+        "exporting",
         "fill",
         "goals",
         "group",
@@ -78,7 +79,7 @@ class Sequence:
         self.stop_ids = request.sampling.stop_ids
         self.max_tokens = request.sampling.max_tokens
         self.output: list[int] = []
-        #: Ended, but still the source of a fork that no plan has made yet ("finishing").
+        #: Ended, but still the source of a fork that no plan has made yet, or ``parting``.
         self.ended = False
         #: Results of plans before this one are not about this sequence's present state.
         self.live_from = 0
@@ -106,6 +107,7 @@ class Sequence:
         self.goals: set[int] = set()  # promised by this prefill
         self.hit = 0  # where its prefill began
         self.exported = 0  # the last one taken in its prefill, or the hit
+        self.exporting = 0  # the last page boundary in decode that a plan was asked to export
         self.boundary: Checkpoint | None = None  # at the last boundary passed in decode, held by the tree
 
     @property
@@ -113,6 +115,11 @@ class Sequence:
         """The lease of a sequence that runs with a prefix tree."""
         assert self.lease is not None
         return self.lease
+
+    @property
+    def parting(self) -> bool:
+        """It ended at a page boundary whose export is still on its way, and leaves when that has come back."""
+        return self.ended and self.state is State.DECODE
 
     @property
     def length(self) -> int:

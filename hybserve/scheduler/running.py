@@ -163,7 +163,8 @@ class Running:
         self.slots.free([sequence.slot], self.step)
         if publish and sequence.lease is not None and sequence.output:
             behind = sequence.settled < sequence.fill  # a resumed prefill has not come back to where it was
-            self.prefix.publish(sequence, sequence.settled if behind else sequence.length - 1, last=True)
+            computed = sequence.settled if behind else max(sequence.settled, sequence.length - 1)
+            self.prefix.publish(sequence, computed, last=True)
         self.pages.free(sequence.owned, self.step)
         if sequence.shares:
             self._unshare(sequence)
@@ -172,7 +173,7 @@ class Running:
             self.freed.append(sequence.index)
             heapq.heappush(self._indices, sequence.index)
         sequence.slot, sequence.table, sequence.capacity = 0, [], 0
-        sequence.owned, sequence.write_from, sequence.edge = set(), 0, 0
+        sequence.owned, sequence.write_from, sequence.edge, sequence.exporting = set(), 0, 0, 0
         sequence.index, sequence.started = -1, False
         sequence.state = state
         if state is State.GONE:

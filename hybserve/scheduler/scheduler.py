@@ -34,6 +34,7 @@ from hybserve.plan.result import EngineLimits
 from hybserve.scheduler import integrity
 from hybserve.scheduler.admission import Door
 from hybserve.scheduler.books import Books
+from hybserve.scheduler.prefix import Export
 from hybserve.scheduler.queues import Waiting
 from hybserve.scheduler.request import NEVER, Request, Sequence, State
 from hybserve.scheduler.running import Running
@@ -139,6 +140,7 @@ class Scheduler:
         sequence = request.sequences[message.choice]
         # a stop string lies in tokens that were delivered; without any there is nothing to stop
         if sequence.output and sequence.state is not State.GONE and not sequence.ended:
+            sequence.exporting = 0  # what stands behind a stop string is not worth waiting for
             self._end(sequence)
             if not request.alive:
                 self._finish(request)
@@ -209,14 +211,25 @@ class Scheduler:
         positions = done.export_positions if done is not None else [export.position for export in flight.exports]
         finite = done.export_finite if done is not None else [True] * len(flight.exports)
         for export, position, sound in zip(flight.exports, positions, finite, strict=True):
-            live = done is not None and step >= export.sequence.live_from
+            sequence = export.sequence
+            if sequence.parting:
+                self._part(export, position, sound and done is not None and _finite(flight, done, sequence))
+                continue
+            live = done is not None and step >= sequence.live_from
             if live and not sound:
-                self._fail(
-                    export.sequence.request, numerical_error("The model's state of this request was not finite.")
-                )
+                self._fail(sequence.request, numerical_error("The model's state of this request was not finite."))
             prefix.settle(export, live and sound, position, fence)
         for node in flight.restored:
             prefix.unpin(node, fence)
+
+    def _part(self, export: Export, position: int, valid: bool) -> None:
+        """The last boundary of a sequence that has ended came back: if ``valid``, all its tokens are computed."""
+        sequence = export.sequence
+        assert export.position == sequence.length
+        if valid:
+            sequence.settled = sequence.length
+        self.running.prefix.settle(export, valid, position, self.running.step)
+        self.running.leave(sequence, State.GONE)
 
     def _failed(self, flight: Flight, failed: StepFailed) -> None:
         """The step moved states in place before it failed: what was in it is recomputed, never run again."""
@@ -255,12 +268,19 @@ class Scheduler:
         if any(sibling.state is State.FORK for sibling in siblings):
             sequence.ended = True  # it stays as the source of the fork
             sequence.live_from = NEVER
+        elif sequence.state is State.DECODE and sequence.exporting == sequence.length:
+            sequence.ended = True  # parting: its overshoot computes just what the next turn will ask for
+            sequence.live_from = NEVER
+            sequence.sampled = sequence.max_tokens
         else:
             self._release(sequence)
 
     def _finish(self, request: Request) -> None:
         now = self._clock()
-        self._drop(request)
+        for sequence in request.sequences:
+            if not sequence.parting:
+                self._release(sequence)
+        del self.requests[request.uid]
         self._outbox.append(Finished(request.uid, request.cache, _timing(request, now)))
         self.books.ended("finished")
 
@@ -297,6 +317,11 @@ class Scheduler:
 
     def snapshot(self) -> MetricsSnapshot:
         return self.books.snapshot(self.running, self.waiting)
+
+
+def _finite(flight: Flight, done: StepDone, sequence: Sequence) -> bool:
+    """Whether the step's rows of that sequence were finite."""
+    return all(flight.samplers[entry] is not sequence for entry in done.bad)
 
 
 def _timing(request: Request, now: float) -> Timing:

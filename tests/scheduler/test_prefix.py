@@ -3,9 +3,10 @@
 import pytest
 
 from hybserve.core.messages import Cancel, Flush, Flushed, Probe, Probed, StepFailed, StepPlan
+from hybserve.core.sampling import SamplingParams
 from hybserve.core.types import CacheTruth
 from hybserve.scheduler.request import Sequence
-from tests.fakes import TattletaleRunner, limits
+from tests.fakes import TattletaleRunner, expected_tokens, limits
 from tests.scheduler.rig import Rig
 
 PAGE = 4
@@ -283,6 +284,78 @@ def test_without_a_free_slot_a_sequence_writes_over_what_it_held() -> None:
     known = {uid: ids(3, uid) + one.tokens[uid, 0] for uid in (1, 2)}
     assert max(run(one, 2 + uid, known[uid] + ids(4), max_tokens=1).hit for uid in (1, 2)) == 60
     assert len(positions) > 10
+
+
+def ending_on_a_boundary(one: Rig, uid: int) -> int:
+    """Ask for what ends with a stop token that fills its page; the length of prompt and output."""
+    for length in range(6, 40):
+        prompt = ids(length, uid)
+        (output,) = expected_tokens(prompt, SamplingParams(seed=uid, max_tokens=14), 1, PAGE)
+        for at, token in enumerate(output):
+            if at > 2 * PAGE and output.index(token) == at and (length + at + 1) % PAGE == 0:
+                one.ask(uid, prompt, max_tokens=14, stop_ids=(token,))
+                return length + at + 1
+    raise AssertionError("no prompt ends like that")
+
+
+@pytest.mark.parametrize("slots", [24, 3])
+def test_the_overshoot_of_a_stop_token_at_a_boundary_is_what_the_next_turn_hits(slots: int) -> None:
+    """The step after the stop token has computed it: KV and state of the whole length are right."""
+    one = rig(state_slots=slots, max_running=2)
+    whole = ending_on_a_boundary(one, 1)
+    one.drain()
+    one.right([1])
+    known = one.asked[1].prompt + one.tokens[1, 0]
+    assert len(known) == whole
+    assert run(one, 2, known + ids(5)).hit == whole
+    assert one.empty()
+
+
+def test_the_request_is_told_finished_before_its_overshoot_comes_back() -> None:
+    one = rig()
+    ending_on_a_boundary(one, 1)
+    while 1 not in one.finished:
+        one.turn()
+    (sequence,) = one.scheduler.running.sequences
+    assert sequence.parting
+    assert not one.scheduler.requests
+    one.drain()
+    assert one.empty()
+
+
+@pytest.mark.parametrize("what", ["state", "row", "step"])
+def test_an_overshoot_that_went_wrong_publishes_nothing_of_it(what: str) -> None:
+    def fail(plan: StepPlan, runner: TattletaleRunner) -> StepFailed | None:
+        late = wrong and plan.export_positions == [whole]
+        return StepFailed(plan.step, plan.epoch, list(plan.seqs), "evil") if late else None
+
+    one = Rig(limits(prefix=True, slot_price=3.0, state_slots=24, kv_pages=80, prefill_chunk=32), evil=fail)
+    whole = ending_on_a_boundary(one, 1)
+    prompt = len(one.asked[1].prompt)
+    wrong = what == "step"
+    if what == "state":
+        one.runner.bad_states.add((1, whole))
+    if what == "row":
+        one.runner.bad.add((1, 0, whole - prompt))
+    one.drain()
+    one.right([1])
+    cache = run(one, 2, one.asked[1].prompt + one.tokens[1, 0] + ids(5))
+    assert cache.hit == whole - PAGE
+    assert cache.kv_hit == whole - PAGE
+    assert one.empty()
+
+
+def test_who_parts_gives_way_when_pages_run_out() -> None:
+    one = rig()
+    ending_on_a_boundary(one, 1)
+    while 1 not in one.finished:
+        one.turn()
+    (sequence,) = one.scheduler.running.sequences
+    one.scheduler.running.park(sequence)
+    one.hear()
+    assert not one.scheduler.waiting.parked
+    one.drain()
+    assert one.empty()
 
 
 def test_a_request_that_fails_leaves_no_held_state() -> None:

@@ -19,9 +19,10 @@ from hybserve.plan.floors import count_floors
 from hybserve.plan.result import EngineLimits
 from hybserve.scheduler import prefix as prefix_module
 from hybserve.scheduler import request as request_module
+from hybserve.scheduler import running as running_module
 from hybserve.scheduler import scheduler as scheduler_module
 from hybserve.scheduler.prefix import Export, Prefix
-from hybserve.scheduler.request import Sequence
+from hybserve.scheduler.request import Sequence, State
 from hybserve.scheduler.step import StepMaker
 from tests.fakes import limits
 from tests.scheduler.rig import Rig
@@ -280,6 +281,17 @@ def _held_state_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Prefix, "release", release)
 
 
+def _parting_never_leaves(patch: pytest.MonkeyPatch) -> None:
+    """The last boundary of an ended sequence has come back, and it stays."""
+    real = running_module.Running.leave
+
+    def leave(self: running_module.Running, sequence: Sequence, state: State, **how: bool) -> None:
+        if not (sequence.parting and sequence.settled == sequence.length):
+            real(self, sequence, state, **how)
+
+    patch.setattr(running_module.Running, "leave", leave)
+
+
 MUTANTS = [
     _page_published_and_kept,
     _salt_left_out,
@@ -300,6 +312,7 @@ MUTANTS = [
     _held_slot_owned_twice,
     _held_state_a_page_too_early,
     _held_state_forgotten,
+    _parting_never_leaves,
 ]
 
 
