@@ -65,6 +65,15 @@ class Model(ABC):
                 return self._logits(hidden_ND)
         return self._logits(hidden_ND)
 
+    def rehearse(self, tokens_T: torch.Tensor, context: StepContext) -> None:
+        """Go through the Triton forms of one layer of each kind and of the logits, to compile what such a step needs."""
+        if not self._bound:
+            self.bind()
+        self._rehearse(tokens_T, context)
+
+    @abstractmethod
+    def _rehearse(self, tokens_T: torch.Tensor, context: StepContext) -> None: ...
+
     def logits_rows(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """The same in the model's dtype, through the Triton forms."""
         return self._logits_rows(hidden_ND)

@@ -133,6 +133,16 @@ class QwenHybrid(Model):
             layer.add_to(hidden_TD, context, frequencies)
         return hidden_TD if self._norm is None else self._norm(hidden_TD)
 
+    def _rehearse(self, tokens_T: torch.Tensor, context: StepContext) -> None:
+        assert self._embed is not None
+        hidden_TD = self._embed(tokens_T, context)
+        frequencies = None if self._rotary is None else self._rotary.frequencies
+        kinds = self.share.layer_specs(self.spec)
+        for kind in dict.fromkeys(kinds):
+            self._layers[kinds.index(kind)].add_to(hidden_TD, context, frequencies)
+        if self._norm is not None:
+            self._norm(hidden_TD)
+
     def _logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         assert self._head is not None, "only the last stage has logits"
         return self._head(hidden_ND)

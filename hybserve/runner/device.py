@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
+from hybserve_kernels.compiling import compiled_ahead
 from hybserve_kernels.copies import SlotCells, copy_runs, runs_finite
-from hybserve_kernels.rows import TILE
+from hybserve_kernels.rows import TILE, DeviceStep
 from hybserve_kernels.sampling import gather_tokens, greedy_rows, logprob_rows, remember
 
 from hybserve.core.messages import SequenceStart, StepPlan
@@ -99,27 +100,49 @@ class DeviceExecutor:
             torch.cuda.Event(enable_timing=True) if pinned else None,  # type: ignore[no-untyped-call]
         )
 
+    @property
+    def cuda(self) -> bool:
+        return self._device.type == "cuda"
+
     # start
 
+    def compile(self) -> None:
+        """Compile what the usual steps need, many kernels at a time: before anything is launched."""
+        rows = buckets_of(self._limits.max_running)
+        shapes = {(shape.tokens, shape.prefill_rows > 0): shape for shape in self._usual_shapes(rows)}
+        with compiled_ahead():
+            for shape in (self._largest, *shapes.values()):
+                _, _, step = self._staging.views(shape, self._tables_SM)
+                self._model.rehearse(step.positions_T.new_zeros(shape.tokens), self._context(step))
+            for count in rows:
+                self._sampler.rehearse(self._head(count))
+            self._rehearse_copies()
+
+    def _rehearse_copies(self) -> None:
+        pairs_X2 = self._staging.device_words[:2].view(1, 2)
+        self._copy(pairs_X2, pairs_X2)
+        if self._pools.slots.shape[1]:
+            runs_finite(self._pools.slots, self._staging.device_words[:1], self._cells)
+
     def capture(self) -> None:
-        """Capture the graphs of every usual step; what they need to compile is compiled here."""
-        limits = self._limits
-        running = limits.max_running
-        largest = Shape(
-            limits.step_tokens, running, running, limits.step_tokens // TILE + running, self._staging.table_width
-        )
-        self._staging.send_empty(largest)
-        self._body(largest)  # the most that a step ever takes
-        self._head(running)
-        if not limits.graphs:
+        """Capture the graphs of every usual step."""
+        self._staging.send_empty(self._largest)
+        self._body(self._largest)  # the most that a step ever takes
+        self._head(self._limits.max_running)
+        if not self._limits.graphs:
             return
         rows = buckets_of(self._limits.max_running)
-        shapes = self._usual_shapes(rows)
         for count in reversed(rows):
             self._heads.capture(count, self._head)
-        for shape in shapes:
+        for shape in self._usual_shapes(rows):
             self._staging.send_empty(shape)
             self._bodies.capture(shape, self._body)
+
+    @property
+    def _largest(self) -> Shape:
+        limits, running = self._limits, self._limits.max_running
+        tiles = limits.step_tokens // TILE + running
+        return Shape(limits.step_tokens, running, running, tiles, self._staging.table_width)
 
     def _usual_shapes(self, rows: list[int]) -> list[Shape]:
         """Largest first: the graphs share one pool of memory."""
@@ -178,11 +201,14 @@ class DeviceExecutor:
 
     def _body(self, shape: Shape) -> torch.Tensor:
         tokens_T, seqs_T, step = self._staging.views(shape, self._tables_SM)
-        pools = self._pools
-        context = StepContext.of_step(step, self._limits.page_size, pools.kv_layers, pools.matrices, pools.windows)
-        hidden_TD = self._model.forward(gather_tokens(tokens_T, seqs_T, self._last_token_S), context)
+        ids_T = gather_tokens(tokens_T, seqs_T, self._last_token_S)
+        hidden_TD = self._model.forward(ids_T, self._context(step))
         torch.index_select(hidden_TD, 0, self._staging.sample_at, out=self._head_in_RD)
         return hidden_TD
+
+    def _context(self, step: DeviceStep) -> StepContext:
+        pools = self._pools
+        return StepContext.of_step(step, self._limits.page_size, pools.kv_layers, pools.matrices, pools.windows)
 
     def _head(self, rows: int) -> torch.Tensor:
         logits_RC = self._model.logits_rows(self._head_in_RD[:rows])

@@ -86,6 +86,9 @@ class Runner:
 
         Raises ModelError if the logits are not finite: the weights cannot be served in this dtype.
         """
+        if self._device is not None and self._device.cuda:
+            with torch.inference_mode():
+                self._device.compile()
         params = SamplingParams(top_p=0.9, logprobs=1)
         start = SequenceStart(0, self._epoch, 0, params, [], 2, 0)
         tokens = [0, min(1, self._rank.vocab - 1)]

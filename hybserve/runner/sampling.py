@@ -31,6 +31,11 @@ class DeviceSampler:
                 self._learn(seq, sequence)
         return sample_rows(logits_RC, seqs_R, outputs_R, self._table)
 
+    def rehearse(self, logits_RC: torch.Tensor) -> None:
+        """Go through a draw of rows that are all padding, to compile what it needs."""
+        seqs_R = torch.full((len(logits_RC),), -1, dtype=torch.int32, device=logits_RC.device)
+        sample_rows(logits_RC, seqs_R, seqs_R, self._table)
+
     def _learn(self, seq: int, sequence: Sequence) -> None:
         prompt: list[int] = []
         output: list[int] = []
