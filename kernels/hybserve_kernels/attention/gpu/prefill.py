@@ -19,12 +19,11 @@ import triton.language as tl
 
 from hybserve_kernels.attention.gpu.dot import dot
 from hybserve_kernels.attention.gpu.memory import box
-from hybserve_kernels.attention.gpu.prefill_hopper import fits, prefill_rows_hopper
 from hybserve_kernels.rows import TILE, PrefillRows
 
 _LOG2E = 1.4426950408889634
-#: Whether launches without a given shape go to ``prefill_hopper`` where that has a form for them.
-WARPGROUPS = False
+#: Processors of an H200.
+_PROCESSORS = 132
 
 
 class Shape(NamedTuple):
@@ -36,12 +35,13 @@ class Shape(NamedTuple):
     stages: int
 
 
-def shape_of(dtype: torch.dtype, dim: int) -> Shape:
-    """Found by the sweep of ``bench/kernels/attention.py`` on an H200."""
+def shape_of(dtype: torch.dtype, dim: int, tiles: int) -> Shape:
+    """Found by the sweep of ``bench/kernels/attention.py`` on an H200. ``tiles``: of all heads; few of them are programs
+    of their own. Either way a query takes the same steps over its keys, so that cold and warm rows agree."""
     if dtype == torch.float32:
         return Shape(64, 16, 16, 1) if dim > 64 else Shape(64, 32, 8, 2)
     if dim > 128:
-        return Shape(128, 64, 8, 2)
+        return Shape(64, 64, 4, 2) if tiles <= _PROCESSORS else Shape(128, 64, 8, 2)
     return Shape(128, 64, 8, 3) if dim > 64 else Shape(128, 64, 4, 3)
 
 
@@ -65,10 +65,7 @@ def prefill_rows(
     assert gate_THd is None or gate_THd.stride(2) == 1
     assert page % TILE == 0
     assert dim & (dim - 1) == 0
-    if WARPGROUPS and shape is None and fits(q_THd):
-        prefill_rows_hopper(q_THd, pool_P2JGd, rows, scale, gate_THd, out_TX)
-        return
-    queries, keys, warps, stages = shape or shape_of(q_THd.dtype, dim)
+    queries, keys, warps, stages = shape or shape_of(q_THd.dtype, dim, rows.tiles * heads)
     gate = q_THd if gate_THd is None else gate_THd
     _prefill[(rows.tiles * heads,)](
         q_THd,
