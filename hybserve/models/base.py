@@ -66,7 +66,7 @@ class Model(ABC):
         return self._logits(hidden_ND)
 
     def rehearse(self, tokens_T: torch.Tensor, context: StepContext) -> None:
-        """Go through the Triton forms of one layer of each kind and of the logits, to compile what such a step needs."""
+        """Go through the Triton forms of one layer of each kind, to compile what such a step needs."""
         if not self._bound:
             self.bind()
         self._rehearse(tokens_T, context)
