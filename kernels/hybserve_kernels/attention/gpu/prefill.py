@@ -36,8 +36,8 @@ class Shape(NamedTuple):
 
 
 def shape_of(dtype: torch.dtype, dim: int, tiles: int) -> Shape:
-    """Found by the sweep of ``bench/kernels/attention.py`` on an H200. ``tiles``: of all heads; few of them are programs
-    of their own. Either way a query takes the same steps over its keys, so that cold and warm rows agree."""
+    """Found by the sweep of ``bench/kernels/attention.py`` on an H200. ``tiles``: of all heads; few are programs of
+    their own. Either way a query takes the same steps over its keys, so that cold and warm rows agree."""
     if dtype == torch.float32:
         return Shape(64, 16, 16, 1) if dim > 64 else Shape(64, 32, 8, 2)
     if dim > 128:
