@@ -107,16 +107,11 @@ def mixed_room(limits: EngineLimits, table_width: int, rows: list[int]) -> list[
 
 
 def exact_room(need: Shape, limits: EngineLimits, table_width: int) -> Shape:
-    """``need`` rounded up a little, so that kernels specialised on divisibility are the same for all steps."""
+    """``need`` with tokens and pages rounded up a little, so that kernels specialised on the divisibility of strides are
+    the same for all steps. Rows and tiles stay: kernels choose their form by them."""
 
     def up(count: int, unit: int) -> int:
         return -(-count // unit) * unit
 
     tokens = up(need.tokens, TILE) if need.prefill_rows else need.tokens
-    return Shape(
-        tokens,
-        min(up(need.decode_rows, 16), tokens) if need.prefill_rows else need.decode_rows,
-        up(need.prefill_rows, 16),
-        up(need.tiles, 16),
-        min(up(need.pages, 16), table_width),
-    )
+    return need._replace(tokens=tokens, pages=min(up(need.pages, 16), table_width))
