@@ -20,6 +20,8 @@ _ROWS_APART = 64
 #: Tokens of steps with prefill rows that get a graph. Longer ones are launched kernel by kernel: there the device takes
 #: longer over a kernel than the host over its launch, and padding would cost more than the launches.
 _TOKENS = (64, 128, 192, 256, 384, 512, 768, 1024)
+#: Prefill rows of one of two graphs for each such step: kernels choose other forms for few rows.
+_FEW_ROWS = 4
 #: Widths of the block tables of decode graphs, in tokens: the grid of the attention follows them.
 _WIDTHS = (2048, 16384)
 
@@ -100,9 +102,10 @@ def mixed_room(limits: EngineLimits, table_width: int, rows: list[int]) -> list[
     widths = [*(width for width in widths if width < table_width), table_width]
     shapes = [Shape(count, count, 0, 0, width) for count in rows for width in widths]
     for tokens in (tokens for tokens in _TOKENS if tokens <= limits.step_tokens):
-        prefill = min(running, tokens)
-        for decode in (0, min(running, tokens)):
-            shapes.append(Shape(tokens, decode, prefill, tokens // TILE + prefill, table_width))
+        most = min(running, tokens)
+        for prefill in {min(_FEW_ROWS, most), most}:
+            tiles = tokens // TILE + prefill
+            shapes += [Shape(tokens, decode, prefill, tiles, table_width) for decode in (0, most)]
     return sorted(shapes, key=_size, reverse=True)
 
 
