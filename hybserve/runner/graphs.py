@@ -10,7 +10,6 @@ from typing import Any, Generic, TypeVar
 import torch
 from hybserve_kernels.rows import TILE
 
-from hybserve.plan.floors import pages_of
 from hybserve.plan.result import EngineLimits
 from hybserve.runner.staging import Shape
 
@@ -22,8 +21,6 @@ _ROWS_APART = 64
 _TOKENS = (64, 128, 192, 256, 384, 512, 768, 1024)
 #: Prefill rows of one of two graphs for each such step: kernels choose other forms for few rows.
 _FEW_ROWS = 4
-#: Widths of the block tables of decode graphs, in tokens: the grid of the attention follows them.
-_WIDTHS = (2048, 16384)
 
 Room = TypeVar("Room")
 
@@ -95,12 +92,10 @@ def buckets_of(max_running: int) -> list[int]:
 
 
 def mixed_room(limits: EngineLimits, table_width: int, rows: list[int]) -> list[Shape]:
-    """The shapes that get a graph, largest first: decode rows alone by number and width of block tables, and steps with
-    prefill rows by tokens, with and without decode rows."""
+    """The shapes that get a graph, largest first: decode rows alone by their number, and steps with prefill rows by
+    tokens, few or many rows, with and without decode rows."""
     running = limits.max_running
-    widths = [pages_of(width, limits.page_size) for width in _WIDTHS]
-    widths = [*(width for width in widths if width < table_width), table_width]
-    shapes = [Shape(count, count, 0, 0, width) for count in rows for width in widths]
+    shapes = [Shape(count, count, 0, 0, table_width) for count in rows]
     for tokens in (tokens for tokens in _TOKENS if tokens <= limits.step_tokens):
         most = min(running, tokens)
         for prefill in {min(_FEW_ROWS, most), most}:
@@ -110,8 +105,8 @@ def mixed_room(limits: EngineLimits, table_width: int, rows: list[int]) -> list[
 
 
 def exact_room(need: Shape, limits: EngineLimits, table_width: int) -> Shape:
-    """``need`` with tokens and pages rounded up a little, so that kernels specialised on the divisibility of strides are
-    the same for all steps. Rows and tiles stay: kernels choose their form by them."""
+    """``need`` with tokens and pages rounded up a little, so that kernels specialised on the divisibility of strides
+    are the same for all steps. Rows and tiles stay: kernels choose their form by them."""
 
     def up(count: int, unit: int) -> int:
         return -(-count // unit) * unit
