@@ -23,25 +23,29 @@ ROWS = (1, 8, 32, 64, 128, 256)
 _SWEEP = tuple(
     Shape(*of)
     for of in (
+        (16, 1, None, False, False),
         (16, 2, None, False, False),
         (16, 4, None, False, False),
+        (32, 1, None, False, False),
         (32, 2, None, False, False),
         (32, 4, None, False, False),
-        (32, 8, None, False, False),
+        (64, 2, None, False, False),
         (64, 4, None, False, False),
-        (64, 8, None, False, False),
+        (128, 4, None, False, False),
         (16, 4, None, False, True),
         (32, 4, None, False, True),
+        (64, 4, None, False, True),
         (16, 1, None, True, False),
         (16, 2, None, True, False),
+        (32, 1, None, True, False),
         (32, 2, None, True, False),
         (32, 4, None, True, False),
-        (64, 8, None, True, False),
-        (128, 8, None, True, False),
-        (128, 16, None, True, False),
+        (64, 2, None, True, False),
+        (64, 4, None, True, False),
+        (128, 4, None, True, False),
         (16, 4, None, True, True),
         (32, 4, None, True, True),
-        (128, 16, None, True, True),
+        (64, 4, None, True, True),
     )
 )
 #: µs of the peers: recurrence (FlashInfer or vLLM, the best) and update of the window; norms and gates come on top.
