@@ -26,20 +26,21 @@ PEERS = {2048: 33.0, 8192: 106.0, 32768: 393.0}
 _SWEEP = tuple(
     Shape(*of)
     for of in (
+        (8, 8, 1, False),
         (16, 4, 2, False),
         (16, 4, 4, False),
+        (16, 8, 1, False),
         (16, 8, 2, False),
-        (32, 4, 4, False),
+        (16, 16, 1, False),
         (32, 8, 2, False),
         (32, 8, 4, False),
-        (64, 4, 8, False),
-        (64, 8, 4, False),
+        (32, 16, 2, False),
         (64, 8, 8, False),
-        (64, 16, 2, False),
         (64, 16, 4, False),
+        (64, 32, 2, False),
         (16, 4, 4, True),
-        (32, 8, 4, True),
-        (64, 8, 8, True),
+        (16, 8, 2, True),
+        (32, 16, 2, True),
     )
 )
 

@@ -31,15 +31,50 @@ class Shape(NamedTuple):
     early: bool
 
 
-#: Tiles of a step, at most, to the best shape for heads of 128 channels.
-SHAPES = {4: Shape(16, 4, 4, False), 1 << 30: Shape(64, 8, 8, False)}
+#: Tiles of a step, at most, to the best shape for heads of 128 channels on an H200.
+SHAPES = {4: Shape(16, 4, 4, True), 1 << 30: Shape(16, 8, 2, False)}
 #: Channels of a program that writes windows.
 _CHANNELS = 512
+#: The interpreter knows no assembler.
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
 def _softplus(x):
     return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def _rounded(x, dtype: tl.constexpr):
+    """``x`` as ``dtype`` has it, in fp32. Two at a time, for one is converted at an eighth of the pace."""
+    if (dtype == tl.bfloat16) & (not _INTERPRETED):
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 both; cvt.rn.bf16x2.f32 both, $3, $2; shl.b32 $0, both, 16; and.b32 $1, both, 0xffff0000; }",
+            "=r,=r,r,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _silu(x):
+    """Without care for denormal numbers, which 1 + exp never is: that would double the work."""
+    if _INTERPRETED:
+        return x / (1.0 + tl.exp(-x))
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 y; mul.f32 y, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 y, y; add.f32 y, y, 0f3F800000; "
+            "rcp.approx.ftz.f32 y, y; mul.f32 $0, $1, y; }",
+            "=f,f",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -106,13 +141,12 @@ def _conv_kernel(
     head, piece = tl.program_id(0), tl.program_id(1)
     tile = piece // (TILE // BT)
     row = tl.load(tile_rows_ptr + tile)
-    if row < 0:
-        return
-    count = tl.load(counts_ptr + row)
     first = tl.load(tile_offsets_ptr + tile) + piece % (TILE // BT) * BT
-    if first >= count:
+    known = tl.maximum(row, 0)
+    count, start = tl.load(counts_ptr + known), tl.load(begins_ptr + known)
+    slot, before = tl.load(slots_ptr + known), tl.load(starts_ptr + known)
+    if ((row | start | slot | before) < 0) | (first >= count):  # asks for all, so that none waits for another
         return
-    start = tl.load(begins_ptr + row)
     C: tl.constexpr = 2 * I * K + U * V
     X: tl.constexpr = WIDTH - 1
     if head == 2 * I + U:
@@ -129,22 +163,27 @@ def _conv_kernel(
     o_t = first + tl.arange(0, BT // RUN) * RUN
     token = (start + o_t).to(tl.int64)
     p_x = projected_ptr + token[:, None] * stride + channel[None, :]
-    p_window = windows_ptr + tl.load(slots_ptr + row).to(tl.int64) * windows_stride + (channel * X)[None, :]
-    continues = (first == 0) & (tl.load(starts_ptr + row) != 0)
-    inputs: tl.tuple = ()
-    for tap in tl.static_range(X + RUN):
+    p_window = windows_ptr + slot.to(tl.int64) * windows_stride + channel * X
+    continues = (first == 0) & (before != 0)
+    own: tl.tuple = ()
+    for at in tl.static_range(RUN):
+        mask = (o_t + at < count)[:, None] & in_c[None, :]
+        own = own + (tl.load(p_x + at * stride, mask=mask, other=0.0),)  # noqa: RUF005 (Triton knows no starred tuple)
+    past: tl.tuple = ()
+    for tap in tl.static_range(X):
         o_x = o_t + (tap - X)
         mask = ((o_x >= 0) & (o_x < count))[:, None] & in_c[None, :]
         x = tl.load(p_x + (tap - X) * stride, mask=mask, other=0.0)
-        if tap < X:  # noqa: SIM102 (decided at compile time)
-            if continues:
-                p_past = p_window + (o_x + X)[:, None]
-                x += tl.load(p_past, mask=(o_x < 0)[:, None] & in_c[None, :], other=0.0).to(x.dtype)
-        inputs = inputs + (x,)  # noqa: RUF005 (Triton knows no starred tuple)
+        if continues:
+            for at in tl.static_range(tap, X, RUN):
+                old = tl.load(p_window + at, mask=in_c, other=0.0).to(x.dtype)
+                x = tl.where((o_x == at - X)[:, None], old[None, :], x)
+        past = past + (x,)  # noqa: RUF005
+    inputs = past + own
     taps: tl.tuple = ()
     for tap in tl.static_range(WIDTH):
-        weight = tl.load(taps_ptr + tap * C + channel, mask=in_c, other=0.0)
-        taps = taps + (weight[None, :],)  # noqa: RUF005
+        p_tap = taps_ptr + tap * C + channel[None, :] + 0 * o_t[:, None]  # in the layout of the inputs
+        taps = taps + (tl.load(p_tap, mask=in_c[None, :], other=0.0),)  # noqa: RUF005
     dtype = qkv_ptr.dtype.element_ty
     scale = tl.where(head < I, K**-0.5, 1.0)
     p_y = qkv_ptr + token[:, None] * C + channel[None, :]
@@ -152,13 +191,10 @@ def _conv_kernel(
         summed = inputs[at].to(tl.float32) * taps[0]
         for tap in tl.static_range(1, WIDTH):
             summed += inputs[at + tap].to(tl.float32) * taps[tap]
-        summed = summed.to(dtype).to(tl.float32)
-        root = tl.rsqrt(1.0 + tl.exp(-summed))  # cheaper than a division
-        y = (summed * root * root).to(dtype)
+        y = _rounded(_silu(_rounded(summed, dtype)), dtype)
         if is_key:
-            wide = y.to(tl.float32)
-            y = (wide * (tl.rsqrt(tl.sum(wide * wide, 1) + L2_EPS) * scale)[:, None]).to(dtype)
-        tl.store(p_y + at * C, y, mask=(o_t + at < count)[:, None] & in_c[None, :])
+            y *= (tl.rsqrt(tl.sum(y * y, 1) + L2_EPS) * scale)[:, None]
+        tl.store(p_y + at * C, y.to(dtype), mask=(o_t + at < count)[:, None] & in_c[None, :])
 
 
 @triton.jit
