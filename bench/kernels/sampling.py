@@ -64,7 +64,7 @@ def started(seq: int, params: SamplingParams, prompt: list[int]) -> Sequence:
 
 
 def check() -> None:
-    for shape in [*SHAPES, greedy.shape_of(1), greedy.shape_of(256)]:
+    for shape in SHAPES:
         for dtype in (torch.bfloat16, torch.float32):
             logits = flat(9, dtype)
             tokens, finite = greedy_rows(logits, shape)
@@ -108,7 +108,7 @@ def measure() -> list[Row]:
     for count in (1, 8, 64, 256):
         shapes = SHAPES if os.environ.get("SWEEP") else []
         rows += [_argmax(count, shape, f"argmax {shape.piece}/{shape.block}/{shape.warps}w") for shape in shapes]
-        rows.append(_argmax(count, greedy.shape_of(count), "argmax alone"))
+        rows.append(_argmax(count, greedy.SHAPE, "argmax alone"))
     for count in (1, 64, 256):
         for name, params in KINDS.items():
             rows.append(_sampled(count, name, params, "peaked"))

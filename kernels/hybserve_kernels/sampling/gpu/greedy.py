@@ -18,9 +18,8 @@ class Shape(NamedTuple):
     warps: int
 
 
-def shape_of(rows: int) -> Shape:
-    """A few rows alone do not fill the card with large pieces."""
-    return Shape(2048, 2048, 4) if rows <= 4 else Shape(4096, 4096, 8)
+#: The best for 8 to 256 rows on an H200; for one row none is better.
+SHAPE = Shape(4096, 2048, 4)
 
 
 @triton.jit
@@ -77,13 +76,12 @@ def _combine_kernel(best_ptr, at_ptr, finite_ptr, tokens_ptr, finite_rows_ptr, p
     tl.store(finite_rows_ptr + row, good.to(tl.int8))
 
 
-def greedy_rows(logits_RC: torch.Tensor, shape: Shape | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def greedy_rows(logits_RC: torch.Tensor, shape: Shape = SHAPE) -> tuple[torch.Tensor, torch.Tensor]:
     """The likeliest token of each row (lowest id on a tie), int64 [R], and whether all its logits are finite, bool [R].
     A row that is not finite gives token 0. ``logits_RC``: any float dtype; rows may lie apart."""
     assert logits_RC.stride(1) == 1, "logits of a row must be contiguous"
     rows, vocab = logits_RC.shape
     device = logits_RC.device
-    shape = shape or shape_of(rows)
     pieces = triton.cdiv(vocab, shape.piece)
     best_RN = torch.empty(rows, pieces, dtype=torch.float32, device=device)
     at_RN = torch.empty(rows, pieces, dtype=torch.int32, device=device)
