@@ -15,10 +15,10 @@ from hybserve_kernels.moe.gpu.pairs import Pairs
 _H200: dict[tuple[int, int, int, int], tuple[tuple[int, Pairs | Groups], ...]] = {
     (256, 8, 2048, 512): (
         (8, Pairs(2, 2048, 4, 4, 512, 4)),
-        (256, Groups(16, Tile(64, 128, 4, 3), Tile(64, 128, 4, 4))),
+        (256, Groups(16, Tile(64, 128, 4, 2), Tile(64, 128, 4, 3))),
         (1024, Groups(32, Tile(64, 128, 4, 3), Tile(64, 128, 4, 4))),
-        (4096, Groups(64, Tile(128, 64, 8, 3), Tile(128, 64, 8, 4))),
-        (1 << 30, Groups(128, Tile(128, 64, 8, 3), Tile(128, 64, 8, 4))),
+        (2047, Groups(64, Tile(128, 64, 8, 4), Tile(256, 64, 8, 3))),
+        (1 << 30, Groups(128, Tile(128, 64, 8, 3), Tile(256, 64, 8, 3))),
     ),
 }
 
