@@ -136,7 +136,7 @@ def check() -> None:
             _decodes(M1, torch.bfloat16, decode_shape)
         for prefill_shape in PREFILL_SWEEP:
             _prefills(M1, torch.bfloat16, prefill_shape)
-    for tokens in (1, 64):
+    for tokens in (1, 64, 512):
         _prepare_call(tokens, M1)()
         _prepare_call(tokens, M2)()
     torch.cuda.synchronize()

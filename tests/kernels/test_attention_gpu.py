@@ -8,6 +8,7 @@ import pytest
 import torch
 from hybserve_kernels import rotary
 from hybserve_kernels.attention import decode_rows, prefill_rows, prepare_rows, reference
+from hybserve_kernels.attention.gpu import prepare
 from hybserve_kernels.rms_norm import reference as rms_norm
 from hybserve_kernels.rotary import reference as rotary_reference
 from hybserve_kernels.rows import TILE, DecodeRows, PrefillRows
@@ -204,11 +205,20 @@ def test_scores_that_are_not_finite_show_in_their_row_alone(where: str, bad: flo
 
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "rotary_dim"), [((4, 2, 16), 8), ((3, 1, 64), 64), ((9, 3, 256), 64)])
+@pytest.mark.parametrize(
+    ("heads", "rotary_dim", "many"),
+    [((4, 2, 16), 8, 512), ((3, 1, 64), 64, 512), ((9, 3, 256), 64, 512), ((9, 3, 256), 64, 1)],
+)
 @pytest.mark.usefixtures("poisoned_empty")
 def test_prepared_rows_are_what_the_layer_makes(
-    heads: tuple[int, int, int], rotary_dim: int, dtype: torch.dtype, gated: bool
+    heads: tuple[int, int, int],
+    rotary_dim: int,
+    many: int,
+    dtype: torch.dtype,
+    gated: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(prepare, "_MANY_TOKENS", many)
     torch.manual_seed(0)
     q_heads, kv_heads, dim = heads
     positions = [0, 1, 65, 4097, 262_143, 1_000_000, 7]

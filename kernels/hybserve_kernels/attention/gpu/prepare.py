@@ -1,6 +1,7 @@
 """Heads of an attention layer made ready: q and k normed and turned, q put together, k and v stored in the pool.
 
-A program takes a few of the heads of one token: first the queries, then keys, then values, as the projection has them.
+A program takes some or all of the heads of one token: first the queries, then keys, then values, as the projection
+has them.
 
 Legend: T packed tokens, H query heads, J kv heads, d head dim, P pages of the pool, G tokens per page.
 """
@@ -10,7 +11,9 @@ import triton
 import triton.language as tl
 
 _HALF_PI = tl.constexpr(1.5707963267948966)
-_TILE_ELEMENTS = 2048
+#: Elements of a program where tokens are few, and where there are so many that the angles of a token, which every
+#: program of it computes, cost more than the room of larger programs.
+_ELEMENTS, _MORE_ELEMENTS, _MANY_TOKENS = 2048, 8192, 512
 
 
 def prepare_rows(
@@ -45,9 +48,11 @@ def prepare_rows(
     q_THd = torch.empty((tokens, q_heads, dim), dtype=projected_TX.dtype, device=projected_TX.device)
     if not tokens:
         return q_THd
-    together = max(1, _TILE_ELEMENTS // dim)
+    all_heads = q_heads + 2 * kv_heads
+    elements = _MORE_ELEMENTS if tokens >= _MANY_TOKENS else _ELEMENTS
+    together = min(max(1, elements // dim), triton.next_power_of_2(all_heads))
     normed = q_scale_d is not None
-    _prepare[(tokens, triton.cdiv(q_heads + 2 * kv_heads, together))](
+    _prepare[(tokens, triton.cdiv(all_heads, together))](
         projected_TX,
         q_scale_d if normed else frequencies,
         k_scale_d if normed else frequencies,
@@ -139,11 +144,10 @@ def _prepare(
     sine, cosine = _sine_cosine(angle)
     if NORMED:
         inverse = tl.rsqrt(tl.sum(wide * wide, 1) / DIM + eps)[:, None]
-        queries = is_query[:, None]
-        wide *= inverse * tl.where(queries, tl.load(q_scale + dims)[None, :], tl.load(k_scale + dims)[None, :])
-        q_partner = tl.load(q_scale + partner, mask=turning, other=0.0)
-        k_partner = tl.load(k_scale + partner, mask=turning, other=0.0)
-        other *= inverse * tl.where(queries, q_partner[None, :], k_partner[None, :])
+        # Loaded for each head again, from the cache, in the layout of the heads: nothing to exchange.
+        scales = tl.where(is_query, q_scale, k_scale)[:, None]
+        wide *= inverse * tl.load(scales + dims[None, :])
+        other *= inverse * tl.load(scales + partner[None, :], mask=turning[None, :], other=0.0)
     turned = (wide * cosine[None, :] + other * sine[None, :]).to(plain.dtype)
 
     tl.store(q + (token * HEADS + heads)[:, None] * DIM + dims[None, :], turned, mask=is_query[:, None])
