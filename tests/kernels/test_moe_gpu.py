@@ -146,7 +146,9 @@ def test_equal_scores_choose_the_lower_ids() -> None:
     assert routes.experts_TX.tolist() == [[0, 1, 2], [4, 5, 0], [0, 1, 2]]
 
 
-@pytest.mark.parametrize(("tokens", "real"), [(1, 1), (40, 40), (40, 3), (40, 0), (1100, 1077)])
+@pytest.mark.parametrize(
+    ("tokens", "real"), [(1, 1), (32, 32), (20, 3), (20, 0), (40, 40), (40, 3), (40, 0), (1100, 1077)]
+)
 def test_blocks_hold_each_pair_once_in_order_of_the_experts(tokens: int, real: int) -> None:
     torch.manual_seed(0)
     scores = torch.randn(tokens, 7, device=DEVICE)

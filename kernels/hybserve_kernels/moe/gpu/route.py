@@ -2,7 +2,8 @@
 
 A first launch chooses the experts of chunks of tokens, counts the choices of each chunk and numbers them within it; a
 second one adds the counts of the chunks before, puts the pairs in order of (expert, token) and cuts each expert's run
-into blocks of rows. Nothing depends on the order in which programs run, and no counters have to be zero beforehand.
+into blocks of rows. Nothing depends on the order in which programs run, and no counters have to be zero beforehand. For
+few tokens one program does it all.
 
 Legend: T tokens (upper bound), E experts, X = top_k, Z chunks of tokens, B blocks of rows. Pair = token · X + choice.
 """
@@ -15,6 +16,8 @@ import triton.language as tl
 
 #: Tokens chosen for at a time by a program, and most chunks that the second launch looks through.
 _TOKENS, _MOST_CHUNKS = 8, 128
+#: Most tokens that one program chooses for and puts in order alone, at two a warp.
+_ALONE = 32
 #: Chunks, pairs and blocks at a time in the second launch.
 _CHUNKS_AT_ONCE, _PAIRS_AT_ONCE, _BLOCKS_AT_ONCE = 16, 256, 32
 
@@ -37,6 +40,54 @@ class Work(NamedTuple):
         return self.blocks_3B.shape[1]
 
 
+@triton.jit
+def _choose(
+    scores_ptr,
+    experts_ptr,
+    weights_ptr,
+    o_t,
+    real,
+    scores_stride,
+    E: tl.constexpr,
+    X: tl.constexpr,
+    BT: tl.constexpr,
+    BE: tl.constexpr,
+    BX: tl.constexpr,
+    NORMALISE: tl.constexpr,
+):
+    """Stores the choices of tokens, and gives them as [BT, BX] experts and as [BT, BE] numbers of the choices, X where
+    an expert is none. Probabilities are compared as integers, which keeps their order; ties go to the lower id, and
+    probabilities that are no numbers come first."""
+    o_e, o_x = tl.arange(0, BE), tl.arange(0, BX)
+    o_t = o_t.to(tl.int64)
+    p_scores = scores_ptr + o_t[:, None] * scores_stride + o_e[None, :]
+    scores = tl.load(p_scores, mask=real[:, None] & (o_e < E)[None, :], other=0.0).to(tl.float32)
+    scores = tl.where((o_e < E)[None, :], scores, float("-inf"))
+    probability = tl.exp(scores - tl.max(scores, axis=1)[:, None])
+    probability /= tl.sum(probability, axis=1)[:, None]
+    bits = tl.where(probability == probability, probability.to(tl.int32, bitcast=True), 0x7FC00000)
+    bits = tl.where((o_e < E)[None, :], bits, -1)
+    number = tl.full([BT, BE], X, dtype=tl.int32)
+    experts = tl.zeros([BT, BX], dtype=tl.int32)
+    weights = tl.zeros([BT, BX], dtype=tl.float32)
+    for choice in tl.static_range(X):
+        best = tl.max(bits, axis=1)
+        expert = tl.min(tl.where(bits == best[:, None], o_e[None, :], BE), axis=1)
+        taken = o_e[None, :] == expert[:, None]
+        number = tl.where(taken, choice, number)
+        bits = tl.where(taken, -1, bits)
+        here = (o_x == choice)[None, :]
+        experts = tl.where(here, expert[:, None], experts)
+        weights = tl.where(here, best.to(tl.float32, bitcast=True)[:, None], weights)
+    if NORMALISE:
+        weights /= tl.sum(weights, axis=1)[:, None]
+    inside = real[:, None] & (o_x < X)[None, :]
+    o_tx = o_t[:, None] * X + o_x[None, :]
+    tl.store(experts_ptr + o_tx, experts, mask=inside)
+    tl.store(weights_ptr + o_tx, weights.to(weights_ptr.dtype.element_ty), mask=inside)
+    return experts, number
+
+
 @triton.jit(do_not_specialize=["T"])
 def _route_kernel(
     scores_ptr,  # [T, E], the last dimension contiguous
@@ -56,8 +107,7 @@ def _route_kernel(
     NORMALISE: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """A program chooses for BT · ROUNDS tokens. A probability and the expert's id are compared as one integer, so that
-    ties go to the lower id, and probabilities that are no numbers come first."""
+    """A program chooses for BT · ROUNDS tokens."""
     chunk = tl.program_id(0)
     tokens = tl.minimum(tl.load(tokens_ptr), T)
     o_e, o_x = tl.arange(0, BE), tl.arange(0, BX)
@@ -65,36 +115,58 @@ def _route_kernel(
     for turn in range(ROUNDS):
         o_t = (chunk * ROUNDS + turn) * BT + tl.arange(0, BT)
         real = o_t < tokens
-        o_t = o_t.to(tl.int64)
-        p_scores = scores_ptr + o_t[:, None] * scores_stride + o_e[None, :]
-        scores = tl.load(p_scores, mask=real[:, None] & (o_e < E)[None, :], other=0.0).to(tl.float32)
-        scores = tl.where((o_e < E)[None, :], scores, float("-inf"))
-        probability = tl.exp(scores - tl.max(scores, axis=1)[:, None])
-        probability /= tl.sum(probability, axis=1)[:, None]
-        bits = tl.where(probability == probability, probability.to(tl.int32, bitcast=True), 0x7FC00000)
-        key = (bits.to(tl.int64) << 32) | (BE - 1 - o_e)[None, :].to(tl.int64)
-        key = tl.where((o_e < E)[None, :], key, -1)
-        experts = tl.zeros([BT, BX], dtype=tl.int32)
-        weights = tl.zeros([BT, BX], dtype=tl.float32)
-        for choice in tl.static_range(X):
-            best = tl.max(key, axis=1)
-            key = tl.where(key == best[:, None], -1, key)
-            here = (o_x == choice)[None, :]
-            experts = tl.where(here, (BE - 1 - (best & 0x7FFFFFFF).to(tl.int32))[:, None], experts)
-            weights = tl.where(here, (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)[:, None], weights)
-        if NORMALISE:
-            weights /= tl.sum(weights, axis=1)[:, None]
-        inside = real[:, None] & (o_x < X)[None, :]
-        o_tx = o_t[:, None] * X + o_x[None, :]
-        tl.store(experts_ptr + o_tx, experts, mask=inside)
-        tl.store(weights_ptr + o_tx, weights.to(weights_ptr.dtype.element_ty), mask=inside)
+        experts, number = _choose(
+            scores_ptr, experts_ptr, weights_ptr, o_t, real, scores_stride, E, X, BT, BE, BX, NORMALISE
+        )
         if COUNT:
-            chosen = ((key == -1) & (o_e < E)[None, :] & real[:, None]).to(tl.int32)
+            chosen = ((number < X) & real[:, None]).to(tl.int32)
             before = tl.cumsum(chosen, axis=0) - chosen + seen[None, :]
-            tl.store(ranks_ptr + o_tx, tl.gather(before, experts, 1), mask=inside)
+            o_tx = o_t.to(tl.int64)[:, None] * X + o_x[None, :]
+            tl.store(ranks_ptr + o_tx, tl.gather(before, experts, 1), mask=real[:, None] & (o_x < X)[None, :])
             seen += tl.sum(chosen, axis=0)
     if COUNT:
         tl.store(counts_ptr + chunk * E + o_e, seen, mask=o_e < E)
+
+
+@triton.jit(do_not_specialize=["T", "blocks"])
+def _alone_kernel(
+    scores_ptr,  # [T, E], the last dimension contiguous
+    tokens_ptr,  # int32 [1]
+    experts_ptr,  # int32 [T, X]
+    weights_ptr,  # [T, X]
+    pairs_ptr,  # int32 [T · X]
+    blocks_ptr,  # int32 [3, B]
+    T,
+    blocks,
+    scores_stride,
+    E: tl.constexpr,
+    X: tl.constexpr,
+    BM: tl.constexpr,
+    BT: tl.constexpr,
+    BE: tl.constexpr,
+    BX: tl.constexpr,
+    BB: tl.constexpr,
+    NORMALISE: tl.constexpr,
+):
+    """The only program, for BT tokens and BB blocks."""
+    o_t, o_e, o_b = tl.arange(0, BT), tl.arange(0, BE), tl.arange(0, BB)
+    real = o_t < tl.minimum(tl.load(tokens_ptr), T)
+    _, number = _choose(scores_ptr, experts_ptr, weights_ptr, o_t, real, scores_stride, E, X, BT, BE, BX, NORMALISE)
+    chosen = (number < X) & real[:, None]
+    ones = chosen.to(tl.int32)
+    total = tl.sum(ones, axis=0)
+    begin = tl.cumsum(total, axis=0) - total
+    rank = tl.cumsum(ones, axis=0) - ones
+    tl.store(pairs_ptr + begin[None, :] + rank, o_t[:, None] * X + number, mask=chosen)
+
+    own_blocks = (total + BM - 1) // BM
+    block = tl.cumsum(own_blocks, axis=0) - own_blocks
+    for at in tl.static_range((BT + BM - 1) // BM):
+        mask = own_blocks > at
+        tl.store(blocks_ptr + block + at, o_e, mask=mask)
+        tl.store(blocks_ptr + blocks + block + at, begin + at * BM, mask=mask)
+        tl.store(blocks_ptr + 2 * blocks + block + at, tl.minimum(total - at * BM, BM), mask=mask)
+    tl.store(blocks_ptr + 2 * blocks + o_b, 0, mask=(o_b >= tl.sum(own_blocks, axis=0)) & (o_b < blocks))
 
 
 @triton.jit(do_not_specialize=["T", "chunks", "blocks"])
@@ -166,16 +238,37 @@ def route_pairs(scores_TE: torch.Tensor, top_k: int, normalise: bool, tokens_1: 
 def route_blocks(
     scores_TE: torch.Tensor, top_k: int, normalise: bool, tokens_1: torch.Tensor, rows: int
 ) -> tuple[Routes, Work]:
-    """The choices, and their pairs in order of the experts in blocks of at most ``rows``; two launches."""
+    """The choices, and their pairs in order of the experts in blocks of at most ``rows``; one or two launches."""
     tokens, count = scores_TE.shape
-    turns = triton.next_power_of_2(triton.cdiv(tokens, _TOKENS * _MOST_CHUNKS))
-    chunks = triton.cdiv(tokens, _TOKENS * turns)
     pairs = tokens * top_k
     blocks = min(pairs, count) + pairs // rows
     routes = _empty_routes(scores_TE, top_k)
+    work = Work(routes.experts_TX.new_empty(pairs), routes.experts_TX.new_empty(3, blocks))
+    if tokens <= _ALONE:
+        at_once = max(2, triton.next_power_of_2(tokens))
+        _alone_kernel[(1,)](
+            scores_TE,
+            tokens_1,
+            *routes,
+            *work,
+            tokens,
+            blocks,
+            scores_TE.stride(0),
+            E=count,
+            X=top_k,
+            BM=rows,
+            BT=at_once,
+            BE=triton.next_power_of_2(count),
+            BX=triton.next_power_of_2(top_k),
+            BB=triton.next_power_of_2(blocks),
+            NORMALISE=normalise,
+            num_warps=at_once // 2,
+        )
+        return routes, work
+    turns = triton.next_power_of_2(triton.cdiv(tokens, _TOKENS * _MOST_CHUNKS))
+    chunks = triton.cdiv(tokens, _TOKENS * turns)
     ranks = torch.empty_like(routes.experts_TX)
     counts = ranks.new_empty(chunks, count)
-    work = Work(ranks.new_empty(pairs), ranks.new_empty(3, blocks))
     _launch_route(routes, scores_TE, normalise, tokens_1, ranks, counts, _TOKENS, turns)
     _order_kernel[(chunks,)](
         tokens_1,
