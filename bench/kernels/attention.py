@@ -32,10 +32,7 @@ DECODE_SWEEP = [
         (1, 64, 8, 4), (3, 16, 4, 4), (4, 16, 2, 3), (3, 16, 2, 4),
     )
 ]  # fmt: skip
-PREFILL_SWEEP = [
-    prefill.Shape(*shape)
-    for shape in ((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 3))
-]
+PREFILL_SWEEP = [prefill.Shape(*shape) for shape in ((128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 4, 2))]
 Variant = decode.Shape | prefill.Shape | None
 DECODE_PEERS = {
     (1, 4096): 15.7,
