@@ -38,7 +38,7 @@ def shape_of(dtype: torch.dtype, dim: int) -> Shape:
     """Found by the sweep of ``bench/kernels/attention.py`` on an H200."""
     if dtype == torch.float32:
         return Shape(4, 16, 4, 2)
-    return Shape(2, 32, 4, 3) if dim > 128 else Shape(2, 64, 4, 3)
+    return Shape(2, 64, 4, 2 if dim > 128 else 3)
 
 
 @cache

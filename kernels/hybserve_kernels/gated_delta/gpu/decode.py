@@ -42,8 +42,9 @@ class Shape(NamedTuple):
 SHAPES = {
     torch.float32: {
         1: Shape(16, 4, None, True, True),
-        8: Shape(32, 2, None, False, False),
-        1 << 30: Shape(64, 4, None, False, False),
+        8: Shape(64, 2, None, False, False),
+        64: Shape(64, 4, None, False, True),
+        1 << 30: Shape(64, 2, None, False, False),
     },
     torch.bfloat16: {
         1: Shape(32, 4, None, False, True),
