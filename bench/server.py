@@ -75,7 +75,7 @@ def own_server(model: str = EMBEDDED, settings: Sequence[str] = ()) -> Iterator[
     with tempfile.TemporaryDirectory() as work:
         sets = ["server.port=0", "log.format=json", *_settings(model, Path(work)), *settings]
         command = [sys.executable, "-m", "hybserve", "serve", *(part for text in sets for part in ("--set", text))]
-        path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+        path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])])
         log = Path(work) / "log"
         began = time.monotonic()
         with log.open("w") as stderr:

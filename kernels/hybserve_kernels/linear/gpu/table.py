@@ -92,11 +92,17 @@ def choose(kind: str, x_MK: torch.Tensor, outputs: int) -> Choice | None:
     return chosen(kind, x_MK.shape[0], outputs, x_MK.shape[1])
 
 
+#: Below these there is no work for programs of our own (and Triton takes an N of 1 for a constant).
+_FEW_OUTPUTS = 16
+
+
 @functools.cache
 def chosen(kind: str, rows: int, outputs: int, inputs: int) -> Choice | None:
     measured = _H200.get((kind, outputs, inputs))
     if measured is not None:
         return next((choice for most, choice in measured if rows <= most), None)
+    if outputs < _FEW_OUTPUTS:
+        return None
     if rows == 1:
         return Gemv(1, min(1024, triton.next_power_of_2(inputs)), 4)
     if rows > _MANY_ROWS or inputs % 64:
