@@ -98,7 +98,7 @@ def test_rows_are_the_reference(heads: tuple[int, int, int, int], dtype: torch.d
     exports = {(0, 0): 4, (0, 2): 6, (4, 0): 7}
     inputs = Inputs(heads, sum(COUNTS) + 3, dtype, filled)
     before = inputs.matrices.clone()
-    shape = Shape(16, 4, 2, 4) if heads[3] == 64 else None  # several slices and a kernel of its own for the norm
+    shape = Shape(16, 4, 2) if heads[3] == 64 else None  # several slices and a kernel of its own for the norm
     out = inputs.run(_rows(COUNTS, STARTS, SLOTS, exports), shape)
     after = inputs.matrices.float()
     begin = 0

@@ -7,10 +7,13 @@ G_ij = exp(c_i - c_j) for j <= i and b the strengths, ``_prepare_kernel`` makes 
 
 and ``_scan_kernel`` follows the tiles of a row, a slice of a head's value columns per program:
 
-    D = W (V - diag(exp c) K S)     O = diag(exp c) Q S + A D     S <- exp(c_n) S + K^T diag(exp(c_n - c)) D
+    D = W V - W diag(exp c) K S     O = diag(exp c) Q S + A D     S <- exp(c_n) S + K^T diag(exp(c_n - c)) D
 
-Only W, A (64 x 64 per tile and head) and c go through memory. A program that has all columns of a head norms its output
-at once; otherwise ``_norm_kernel`` does, in place.
+It computes the transpose of each: what depends on S is then the left factor of the next product, which the matrix unit
+takes from registers; the right ones wait in shared memory, loaded ahead.
+
+Only W, A (64 x 64 per tile and head), exp c and exp(c_n - c) go through memory. A program that has all columns of a
+head norms its output at once; otherwise ``_norm_kernel`` does, in place.
 
 Legend: T tokens, S slots, I key heads, U = I·r value heads, K key dim, V value dim, X tiles, c tokens of a tile.
 In kernels: BK, BV a power of two that holds K, a slice of V.
@@ -30,33 +33,43 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 class Shape(NamedTuple):
-    """Value columns of a program of the scan, its warps and stages, and the warps of a program that prepares a tile."""
+    """Value columns of a program of the scan, its warps and stages."""
 
     columns: int
     warps: int
     stages: int
-    prepare_warps: int
 
 
 @triton.jit
-def _dot(left, right):
+def _dot(left, right, acc=None):
     """Factors of fp32 as sums of three of TF32: nearly as exact as fp32, which has no matrix instruction."""
     if _INTERPRETED:
-        return tl.dot(left.to(tl.float32), right.to(tl.float32))
-    return tl.dot(left, right, input_precision="tf32x3")
+        return tl.dot(left.to(tl.float32), right.to(tl.float32), acc)
+    return tl.dot(left, right, acc, input_precision="tf32x3")
 
 
 @triton.jit
 def _inverse(lower, TILE: tl.constexpr, PRODUCTS: tl.constexpr):
     """(1 + ``lower``)^-1 of a strictly lower triangular matrix: if X inverts the diagonal blocks of one size and N is
-    what ``lower`` has below them in blocks of twice the size, X - X N X inverts these. ``PRODUCTS`` is the dtype of the
-    factors: fp16 has room, for an entry of X is b k·(a product of contractions)k."""
+    what ``lower`` has below them in blocks of twice the size, X - X N X inverts these. Up to 16 x 16 each block has a
+    warp of its own. ``PRODUCTS`` is the dtype of the factors: fp16 has room, for an entry of X is b k·(a product of
+    contractions)k."""
+    BLOCK: tl.constexpr = 16
+    BLOCKS: tl.constexpr = TILE // BLOCK
+    o_block, o_b = tl.arange(0, BLOCKS), tl.arange(0, BLOCK)
+    diagonal = o_block[:, None, None, None] == o_block[None, None, :, None]
+    own = tl.sum(tl.where(diagonal, tl.reshape(lower, (BLOCKS, BLOCK, BLOCKS, BLOCK)), 0.0), 2)
+    apart = o_b[None, :, None] ^ o_b[None, None, :]  # its highest bit: the size of blocks with this entry below them
+    blocks = tl.where(apart == 0, 1.0, 0.0) - tl.where(apart == 1, own, 0.0)
+    for level in tl.static_range(1, 4):
+        new = tl.where(apart >> level == 1, own, 0.0).to(PRODUCTS)
+        narrow = blocks.to(PRODUCTS)
+        blocks -= _dot(_dot(narrow, new).to(PRODUCTS), narrow)
+    inverse = tl.reshape(tl.where(diagonal, blocks[:, :, None, :], 0.0), (TILE, TILE))
     o = tl.arange(0, TILE)
-    row, column = o[:, None], o[None, :]
-    inverse = tl.where(row == column, 1.0, 0.0) - tl.where(row // 2 == column // 2, lower, 0.0)
-    for level in tl.static_range(1, 6):
-        below = ((row >> (level + 1)) == (column >> (level + 1))) & ((row >> level) != (column >> level))
-        new = tl.where(below, lower, 0.0).to(PRODUCTS)
+    apart = o[:, None] ^ o[None, :]
+    for level in tl.static_range(4, 6):
+        new = tl.where(apart >> level == 1, lower, 0.0).to(PRODUCTS)
         narrow = inverse.to(PRODUCTS)
         inverse -= _dot(_dot(narrow, new).to(PRODUCTS), narrow)
     return inverse
@@ -71,9 +84,8 @@ def _prepare_kernel(
     counts_ptr,
     tile_rows_ptr,
     tile_offsets_ptr,
-    solve_ptr,  # W [X, U, c, c]
-    attend_ptr,  # A [X, U, c, c]
-    sums_ptr,  # c, fp32 [X, U, c]
+    squares_ptr,  # W and A [X, U, 2, c, c]
+    falls_ptr,  # exp c and exp(c_n - c), fp32 [X, U, c, 2]
     qkv_stride,
     g_stride,
     beta_stride,
@@ -106,12 +118,13 @@ def _prepare_kernel(
     pair = tl.exp(tl.where(not_above, sums[:, None] - sums[None, :], float("-inf")))
     here = tile.to(tl.int64) * U + u
     o_cc = o_c[:, None] * TILE + o_c[None, :]
-    tl.store(sums_ptr + here * TILE + o_c, sums)
-    tl.store(attend_ptr + here * TILE * TILE + o_cc, _dot(q, tl.trans(k)) * pair)
+    tl.store(falls_ptr + here * 2 * TILE + 2 * o_c, tl.exp(sums))
+    tl.store(falls_ptr + here * 2 * TILE + 2 * o_c + 1, tl.exp(tl.sum(g, 0) - sums))
+    tl.store(squares_ptr + (here * 2 + 1) * TILE * TILE + o_cc, _dot(q, tl.trans(k)) * pair)
     lower = _dot(k, tl.trans(k)) * pair * beta[:, None]
     lower = tl.where(o_c[:, None] > o_c[None, :], lower, 0.0)
     solve = _inverse(lower, TILE, PRODUCTS) * beta[None, :]
-    tl.store(solve_ptr + here * TILE * TILE + o_cc, solve)
+    tl.store(squares_ptr + here * 2 * TILE * TILE + o_cc, solve)
 
 
 @triton.jit
@@ -132,12 +145,52 @@ def _store_state(p_state, state, mask, position, row, column):
 
 
 @triton.jit
+def _scan_tile(
+    state,
+    p_q,  # [c, BK]
+    p_v,  # [c, BV]
+    p_z,  # [c, BV]
+    p_out,  # [c, BV]
+    p_squares,  # of the tile and head
+    p_falls,  # of the tile and head
+    in_q,
+    in_v,
+    weight,
+    eps,
+    KEYS: tl.constexpr,
+    V: tl.constexpr,
+    TILE: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Stores the output of a tile, normed if a program has the ``WHOLE`` head; the state [BV, BK] after the tile."""
+    o_c = tl.arange(0, TILE)
+    p_squares += o_c[:, None] * TILE + o_c[None, :]
+    k = tl.load(p_q + KEYS, mask=in_q, other=0.0)
+    v = tl.load(p_v, mask=in_v, other=0.0)
+    solve = tl.load(p_squares)
+    q = tl.load(p_q, mask=in_q, other=0.0)
+    attend = tl.load(p_squares + TILE * TILE)
+    fall, keep = tl.split(tl.reshape(tl.load(p_falls + tl.arange(0, 2 * TILE)), (TILE, 2)))
+    last = tl.load(p_falls + 2 * (TILE - 1))
+
+    narrow = state.to(k.dtype)
+    told = -fall[None, :] * _dot(narrow, tl.trans(k))
+    change = _dot(tl.trans(v), tl.trans(solve))
+    change = _dot(told.to(k.dtype), tl.trans(solve), change)
+    o = fall[None, :] * _dot(narrow, tl.trans(q))
+    o = tl.trans(_dot(change.to(k.dtype), tl.trans(attend), o))
+    if WHOLE:
+        o = _gated_norm(o, tl.load(p_z, mask=in_v, other=0.0), weight, eps, V)
+    tl.store(p_out, o.to(p_out.dtype.element_ty), mask=in_v)
+    return _dot((change * keep[None, :]).to(k.dtype), k, state * last)
+
+
+@triton.jit
 def _scan_kernel(
     qkv_ptr,  # [T, .]: unit q I·K | unit k I·K | v U·V
     matrices_ptr,  # [S, U, K, V]
-    solve_ptr,
-    attend_ptr,
-    sums_ptr,
+    squares_ptr,
+    falls_ptr,
     z_ptr,  # [T, U, V]
     weight_ptr,  # [V]
     out_ptr,  # [T, U·V]
@@ -177,49 +230,72 @@ def _scan_kernel(
     in_state = in_k[:, None] & in_v[None, :]
     p_state = matrices_ptr + slot * matrices_stride + o_state
     continued = o_k < tl.where(start > 0, K, 0)
-    state = tl.load(p_state, mask=continued[:, None] & in_v[None, :], other=0.0).to(tl.float32)
+    state = tl.trans(tl.load(p_state, mask=continued[:, None] & in_v[None, :], other=0.0).to(tl.float32))
     state_row = u * K + o_k
-    if SLICES == 1:
-        weight = tl.load(weight_ptr + o_v, mask=in_v, other=0.0)
-    o_cc = o_c[:, None] * TILE + o_c[None, :]
-    p_q = qkv_ptr + begin * qkv_stride + o_c[:, None] * qkv_stride + (u // (U // I)) * K + o_k[None, :]
-    p_v = qkv_ptr + begin * qkv_stride + o_c[:, None] * qkv_stride + 2 * I * K + u * V + o_v[None, :]
-    here = first_tile * U + u
+    weight = tl.load(weight_ptr + o_v, mask=in_v, other=0.0)
+    p_q = qkv_ptr + begin * qkv_stride + (u // (U // I)) * K
+    p_v = qkv_ptr + begin * qkv_stride + 2 * I * K + u * V
+    p_z = z_ptr + begin * z_stride + u * V
+    p_out = out_ptr + begin * (U * V) + u * V
+    p_squares = squares_ptr + (first_tile * U + u) * (2 * TILE * TILE)
+    p_falls = falls_ptr + (first_tile * U + u) * (2 * TILE)
+    o_q, o_vs = o_c[:, None] * qkv_stride + o_k[None, :], o_c[:, None] * qkv_stride + o_v[None, :]
+    o_z, o_out = o_c[:, None] * z_stride + o_v[None, :], o_c[:, None] * (U * V) + o_v[None, :]
 
-    for x in tl.range(0, tl.cdiv(count, TILE), num_stages=STAGES):
-        left = count - x * TILE
-        known = o_c < left
-        in_q, in_out = known[:, None] & in_k[None, :], known[:, None] & in_v[None, :]
-        k = tl.load(p_q + I * K, mask=in_q, other=0.0)
-        v = tl.load(p_v, mask=in_out, other=0.0)
-        solve = tl.load(solve_ptr + here * TILE * TILE + o_cc)
-        q = tl.load(p_q, mask=in_q, other=0.0)
-        attend = tl.load(attend_ptr + here * TILE * TILE + o_cc)
-        sums = tl.load(sums_ptr + here * TILE + o_c)
-        last = tl.load(sums_ptr + here * TILE + TILE - 1)
+    for x in tl.range(0, count // TILE, num_stages=STAGES):
         export = tl.load(exports_ptr + first_tile + x)
-
-        fall = tl.exp(sums)[:, None]
-        narrow = state.to(k.dtype)
-        rest = v.to(tl.float32) - fall * _dot(k, narrow)
-        change = _dot(solve, rest.to(k.dtype))
-        o = fall * _dot(q, narrow) + _dot(attend, change.to(k.dtype))
-        change *= tl.exp(last - sums)[:, None]
-        state = state * tl.exp(last) + _dot(tl.trans(k), change.to(k.dtype))
-
-        tokens = begin + x * TILE + o_c
-        if SLICES == 1:
-            z = tl.load(z_ptr + tokens[:, None] * z_stride + u * V + o_v[None, :], mask=in_out, other=0.0)
-            o = _gated_norm(o, z, weight, eps, V)
-        tl.store(out_ptr + tokens[:, None] * (U * V) + u * V + o_v[None, :], o, mask=in_out)
+        state = _scan_tile(
+            state,
+            p_q + o_q,
+            p_v + o_vs,
+            p_z + o_z,
+            p_out + o_out,
+            p_squares,
+            p_falls,
+            in_k[None, :],
+            in_v[None, :],
+            weight,
+            eps,
+            I * K,
+            V,
+            TILE,
+            SLICES == 1,
+        )
         if export != 0:
             p_export = matrices_ptr + export.to(tl.int64) * matrices_stride + o_state
-            _store_state(p_export, state, in_state, start + x * TILE + tl.minimum(left, TILE) - 1, state_row, o_v)
+            _store_state(p_export, tl.trans(state), in_state, start + (x + 1) * TILE - 1, state_row, o_v)
         p_q += TILE * qkv_stride
         p_v += TILE * qkv_stride
-        here += U
+        p_z += TILE * z_stride
+        p_out += TILE * U * V
+        p_squares += U * 2 * TILE * TILE
+        p_falls += U * 2 * TILE
 
-    _store_state(p_state, state, in_state, start + count - 1, state_row, o_v)
+    if count % TILE > 0:
+        known = (o_c < count % TILE)[:, None]
+        state = _scan_tile(
+            state,
+            p_q + o_q,
+            p_v + o_vs,
+            p_z + o_z,
+            p_out + o_out,
+            p_squares,
+            p_falls,
+            known & in_k[None, :],
+            known & in_v[None, :],
+            weight,
+            eps,
+            I * K,
+            V,
+            TILE,
+            SLICES == 1,
+        )
+        export = tl.load(exports_ptr + first_tile + count // TILE)
+        if export != 0:
+            p_export = matrices_ptr + export.to(tl.int64) * matrices_stride + o_state
+            _store_state(p_export, tl.trans(state), in_state, start + count - 1, state_row, o_v)
+
+    _store_state(p_state, tl.trans(state), in_state, start + count - 1, state_row, o_v)
 
 
 @triton.jit
@@ -255,13 +331,13 @@ def _norm_kernel(
 
 
 #: Rows, as if of 32 heads of 128 columns, -> shape: the first entry with room for them.
-#: Narrow slices while the rows are too few to fill the card.
+#: Half heads while the rows are too few to fill the card.
 SHAPES = {
-    2: Shape(32, 4, 2, 4),
-    1 << 30: Shape(64, 8, 2, 4),
+    16: Shape(64, 4, 3),
+    1 << 30: Shape(128, 8, 2),
 }
-#: For fp32, whatever the rows.
-FP32 = Shape(32, 4, 1, 4)
+#: For fp32, whatever the rows: larger ones have no room in registers.
+FP32 = Shape(16, 8, 1)
 
 
 def default_shape(rows: int, value_heads: int, value_dim: int, dtype: torch.dtype) -> Shape:
@@ -306,12 +382,12 @@ def scan_rows(
         raise TypeError(f"gates of the gated delta rule in fp32, got {g_TU.dtype} and {beta_TU.dtype}")
     if not rows.tiles:
         return
-    columns, warps, stages, prepare_warps = shape or default_shape(rows.rows, value_heads, value_dim, qkv_TC.dtype)
+    columns, warps, stages = shape or default_shape(rows.rows, value_heads, value_dim, qkv_TC.dtype)
+    wide = qkv_TC.dtype == torch.float32
     block_k = max(16, triton.next_power_of_2(key_dim))
     columns = max(16, columns)
-    squares = (2, rows.tiles, value_heads, TILE, TILE)
-    solve, attend = torch.empty(squares, dtype=qkv_TC.dtype, device=qkv_TC.device)
-    sums = torch.empty(squares[1:4], dtype=torch.float32, device=qkv_TC.device)
+    squares = torch.empty((rows.tiles, value_heads, 2, TILE, TILE), dtype=qkv_TC.dtype, device=qkv_TC.device)
+    falls = torch.empty((rows.tiles, value_heads, 2, TILE), dtype=torch.float32, device=qkv_TC.device)
     _prepare_kernel[(value_heads, rows.tiles)](
         qkv_TC,
         g_TU,
@@ -320,9 +396,8 @@ def scan_rows(
         rows.counts_R,
         rows.tile_rows_X,
         rows.tile_offsets_X,
-        solve,
-        attend,
-        sums,
+        squares,
+        falls,
         qkv_TC.stride(0),
         g_TU.stride(0),
         beta_TU.stride(0),
@@ -331,16 +406,16 @@ def scan_rows(
         K=key_dim,
         BK=block_k,
         TILE=TILE,
-        PRODUCTS=tl.float32 if qkv_TC.dtype == torch.float32 else tl.float16,
-        num_warps=prepare_warps,
+        PRODUCTS=tl.float32 if wide else tl.float16,
+        num_warps=4,
+        maxnreg=None if wide else 128,
     )
     slices = triton.cdiv(value_dim, columns)
     _scan_kernel[(value_heads * slices, rows.rows)](
         qkv_TC,
         matrices_SUKV,
-        solve,
-        attend,
-        sums,
+        squares,
+        falls,
         z_TUV,
         norm_weight_V,
         out_TX,
