@@ -331,7 +331,8 @@ def _norm_kernel(
 
 
 #: Rows, as if of 32 heads of 128 columns, -> shape: the first entry with room for them.
-#: Half heads while the rows are too few to fill the card.
+#: Half heads while the rows are too few to fill the card. Never one stage: Triton 3.6 then takes factors of 16 bits
+#: before they are there, and results are wrong.
 SHAPES = {
     16: Shape(64, 4, 3),
     1 << 30: Shape(128, 8, 2),
@@ -408,7 +409,7 @@ def scan_rows(
         TILE=TILE,
         PRODUCTS=tl.float32 if wide else tl.float16,
         num_warps=4,
-        maxnreg=None if wide else 128,
+        maxnreg=None if wide else 128,  # four programs per multiprocessor
     )
     slices = triton.cdiv(value_dim, columns)
     _scan_kernel[(value_heads * slices, rows.rows)](
