@@ -16,6 +16,9 @@ from hybserve.parallel.mesh import Mesh
 from hybserve.spec.model_spec import MoeSpec
 from hybserve.spec.split import width
 
+#: The joined matrix of the router and the gate has a multiple of so many rows: products of an odd number are slow.
+_ROWS = 16
+
 
 class Moe:
     def __init__(self, params: Params, name: str, hidden: int, spec: MoeSpec, mesh: Mesh) -> None:
@@ -30,12 +33,26 @@ class Moe:
             self._shared_gate = Linear(params, f"{name}.shared_gate", hidden, 1)
 
     def bind(self) -> None:
+        if self._params.triton:
+            self._scoring = self._joined()
         self._router.bind()
         self._gate_up = self._params[f"{self._name}.gate_up.weight"]
         self._down = self._params[f"{self._name}.down.weight"]
         if self._shared is not None:
             self._shared.bind()
             self._shared_gate.bind()
+
+    def _joined(self) -> torch.Tensor:
+        """One matrix of the router's rows, the shared expert's gate and padding. The parameters become views of it."""
+        names = [f"{self._name}.router.weight"]
+        if self._shared is not None:
+            names.append(f"{self._name}.shared_gate.weight")
+        parts = [self._params[name] for name in names]
+        rows = sum(len(part) for part in parts)
+        joined = parts[0].new_zeros(-(-rows // _ROWS) * _ROWS, parts[0].shape[1])
+        for name, part, view in zip(names, parts, joined.split([*map(len, parts), len(joined) - rows]), strict=False):
+            self._params.tensors[name] = view.copy_(part)
+        return joined
 
     def __call__(self, x_TD: torch.Tensor, context: StepContext) -> torch.Tensor:
         weights, chosen = route(self._router(x_TD), self._spec.top_k, self._spec.norm_top_k)
@@ -50,15 +67,18 @@ class Moe:
         self._mesh.require_single()
         assert context.step is not None
         x_TD = norm(hidden_TD)
-        shared = () if self._shared is None else (self._shared.of(x_TD), linear(x_TD, self._shared_gate.weight))
-        scores_TE = linear(x_TD, self._router.weight)
-        hidden_TD += moe_rows(
+        count = self._spec.experts
+        scores = linear(x_TD, self._scoring)
+        moe_rows(
             x_TD,
-            scores_TE,
+            scores[:, :count],
             self._spec.top_k,
             self._spec.norm_top_k,
             self._gate_up,
             self._down,
             context.step.tokens_1,
-            *shared,
+            shared_TD=None if self._shared is None else self._shared.of(x_TD),
+            shared_gate_T1=None if self._shared is None else scores[:, count : count + 1],
+            out=hidden_TD,
+            add=True,
         )

@@ -25,6 +25,8 @@ SCAN_TILE = 64
 #: Seconds that a prefill chunk may keep running decodes waiting, and the floating-point operations a second of such
 #: chunks on a GPU (an H200 reaches this with 16-bit weights).
 DECODE_STALL, PREFILL_RATE = 0.0285, 600e12
+#: Seconds of prefill that may wait for admission before throughput comes before the decodes' pace.
+PREFILL_BACKLOG = 1.0
 
 CUBLAS_WORKSPACE = 32 * MIB
 GRAPH_MEMORY = 256 * MIB

@@ -9,7 +9,7 @@ from pathlib import Path
 from hybserve.config.deployment import Deployment
 from hybserve.core.errors import ConfigError
 from hybserve.core.units import format_bytes, format_count
-from hybserve.plan.costs import DECODE_STALL, PREFILL_RATE, StepShape, matrix_flops, model_bytes
+from hybserve.plan.costs import DECODE_STALL, PREFILL_BACKLOG, PREFILL_RATE, StepShape, matrix_flops, model_bytes
 from hybserve.plan.edits import smallest_edits
 from hybserve.plan.facts import MemoryFacts, probe_gpu, probe_memory
 from hybserve.plan.floors import pages_of
@@ -94,17 +94,17 @@ def _limits(frame: Frame, sizing: Sizing, deployment: Deployment) -> EngineLimit
         stateful=stateful,
         slot_price=whole.state_slot / max(whole.kv_per_token * frame.page_size, 1),
         checkpoint_every=frame.checkpoint_every if stateful else 0,
-        prefill_beside=_prefill_beside(frame, shape) if frame.cuda else 0,
+        prefill_beside=min(_prefill_of(frame, DECODE_STALL), shape.step_tokens) if frame.cuda else 0,
+        prefill_backlog=_prefill_of(frame, PREFILL_BACKLOG),
         cuda=frame.cuda,
         graphs=deployment.engine.graphs != "off",
     )
 
 
-def _prefill_beside(frame: Frame, shape: StepShape) -> int:
-    """Whole pages of prefill that delay running decodes no more than DECODE_STALL."""
+def _prefill_of(frame: Frame, seconds: float) -> int:
+    """Tokens that a GPU prefills in some time, in whole pages, at least one."""
     page = frame.page_size
-    tokens = int(DECODE_STALL * PREFILL_RATE / matrix_flops(frame.spec)) // page * page
-    return min(max(tokens, page), shape.step_tokens)
+    return max(int(seconds * PREFILL_RATE / matrix_flops(frame.spec)) // page * page, page)
 
 
 def _stage(frame: Frame, sizing: Sizing, rank: Rank) -> StagePlan:

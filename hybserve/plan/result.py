@@ -26,6 +26,7 @@ class EngineLimits(msgspec.Struct, frozen=True):
     slot_price: float = 1.0  # bytes of a slot in units of a page's bytes, whole model
     checkpoint_every: int = 0  # spacing of the checkpoint grid in tokens; 0 = none
     prefill_beside: int = 0  # most prefill tokens of a step in which sequences decode; 0 = as many as the step has
+    prefill_backlog: int = 0  # prompt tokens in the queue above which that does not hold; 0 = always
     cuda: bool = False  # model and pools live on a GPU
     graphs: bool = True  # steps run from captured graphs there
 

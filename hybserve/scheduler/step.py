@@ -163,10 +163,12 @@ class StepMaker:
         self._add_chunk(draft, sequence, end, pages)
 
     def _spare(self, draft: _Draft, decoding: int) -> int:
-        """Prefill tokens that the step still has room for beside ``decoding`` rows that must not wait long for it."""
+        """Prefill tokens that the step still has room for beside ``decoding`` rows. These must not wait long for it,
+        unless so much waits for admission that everybody is better off when it is done with."""
         limits = self._limits
         most = limits.step_tokens - decoding
-        if decoding and limits.prefill_beside:
+        long_queue = 0 < limits.prefill_backlog < self._waiting.tokens
+        if decoding and limits.prefill_beside and not long_queue:
             most = min(most, limits.prefill_beside)
         return most - draft.chunk_tokens
 

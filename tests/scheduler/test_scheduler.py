@@ -90,6 +90,19 @@ def test_prefill_beside_decodes_is_bounded_and_alone_it_is_not() -> None:
     rig.right([1, 2, 3])
 
 
+def test_a_long_queue_is_worth_more_than_the_pace_of_decodes() -> None:
+    rig = Rig(step_tokens=32, prefill_chunk=32, prefill_beside=8, prefill_backlog=40, max_seq_len=64, kv_pages=60)
+    rig.ask(1, 30, max_tokens=12)
+    rig.turn()
+    for uid in (2, 3, 4):
+        rig.ask(uid, 30, max_tokens=1)
+    rig.drain()
+    beside = [sum(plan.counts[1:]) for plan in rig.runner.plans[1:] if len(plan.counts) > 1]
+    assert beside[0] > 8
+    assert beside[-1] <= 8
+    rig.right([1, 2, 3, 4])
+
+
 def test_prefill_and_decode_ride_in_one_step_under_step_tokens() -> None:
     rig = Rig(step_tokens=8, prefill_chunk=8)
     rig.ask(1, 3, max_tokens=20)
