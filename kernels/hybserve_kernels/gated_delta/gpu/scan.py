@@ -331,8 +331,8 @@ def _norm_kernel(
 
 
 #: Rows, as if of 32 heads of 128 columns, -> shape: the first entry with room for them.
-#: Half heads while the rows are too few to fill the card. Never one stage: Triton 3.6 then takes factors of 16 bits
-#: before they are there, and results are wrong.
+#: Half heads while the rows are too few to fill the card. Never one stage with 16 bits: seen to give wrong
+#: results on an H200 (Triton 3.6), for a reason not known.
 SHAPES = {
     16: Shape(64, 4, 3),
     1 << 30: Shape(128, 8, 2),
