@@ -94,6 +94,20 @@ def test_padded_tokens_are_neither_read_nor_written(real: int, form: Pairs | Gro
 
 
 @FORMS
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_result_is_added_as_by_an_op_of_its_own(shared: bool, form: Pairs | Groups) -> None:
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # the interpreter does not round as torch does
+    case = _case(11, 6, 32, 24, dtype)
+    both = (case.shared_TD, case.gate_T1) if shared else (None, None)
+    hidden = torch.randn(11, 70, device=DEVICE).to(dtype)[:, :32]
+    want = hidden.clone()
+    want[:9] += _run(case, 2, True, 9, shared, form)[:9]
+    got = moe_rows(*case[:2], 2, True, *case[2:4], _tokens(9), *both, out=hidden, form=form, add=True)
+    assert got is hidden
+    assert torch.equal(got, want)
+
+
+@FORMS
 def test_all_tokens_may_choose_the_same_experts(form: Pairs | Groups) -> None:
     case = _case(40, 8, 32, 16)
     case.scores_TE[:, 3] += 50

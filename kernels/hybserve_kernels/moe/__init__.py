@@ -83,8 +83,10 @@ def moe_rows(
     shared_gate_T1: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     form: Pairs | Groups | None = None,
+    add: bool = False,
 ) -> torch.Tensor:
     """Routing, the weighted sum of the chosen experts and, if given, + shared · sigmoid(shared_gate); [T, D].
+    It is written to ``out`` if given, or with ``add`` added to what stands there, rounded before.
 
     T is an upper bound that sizes the launches: the first ``tokens_1`` (int32, on the device) rows are real, the rows
     after them are neither read nor written. Rows may be strided; weights are contiguous. Products are summed in fp32
@@ -99,11 +101,12 @@ def moe_rows(
     assert x_TD.stride(1) == scores_TE.stride(1) == 1
     assert gate_up_E2FD.is_contiguous()
     assert down_EDF.is_contiguous()
+    assert out is not None or not add
     if out is None:
         out = torch.empty(tokens, dim, dtype=x_TD.dtype, device=x_TD.device)
     if form is None:
         form = choose(x_TD.dtype, tokens, count, top_k, dim, width)
-    rest = (gate_up_E2FD, down_EDF, shared_TD, shared_gate_T1, out, tokens_1)
+    rest = (gate_up_E2FD, down_EDF, shared_TD, shared_gate_T1, out, tokens_1, add)
     if isinstance(form, Pairs):
         run_pairs(form, x_TD, route_pairs(scores_TE, top_k, normalise, tokens_1), *rest)
     else:

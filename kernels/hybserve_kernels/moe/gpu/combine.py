@@ -7,6 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
+from hybserve_kernels.overlap import overlaps_at
+from hybserve_kernels.overlap.gpu import begin
+
 _BLOCK, _WARPS = 1024, 4
 
 
@@ -20,11 +23,21 @@ def with_shared(total, shared, gate, dtype: tl.constexpr):
 
 
 @triton.jit
+def store_total(p_out, total, mask, ADD: tl.constexpr):
+    """Stores ``total`` in the dtype of the output, or with ADD adds it, rounded before, to what stands there."""
+    dtype = p_out.dtype.element_ty
+    total = total.to(dtype)
+    if ADD:
+        total = (tl.load(p_out, mask=mask, other=0.0).to(tl.float32) + total.to(tl.float32)).to(dtype)
+    tl.store(p_out, total, mask=mask)
+
+
+@triton.jit
 def _combine_kernel(
     parts_ptr,  # [T, X, D]
     shared_ptr,  # [T, D], read if SHARED
     gate_ptr,  # [T, 1], read if SHARED
-    out_ptr,  # [T, D]
+    out_ptr,  # [T, D]; read and added to if ADD
     tokens_ptr,  # int32 [1]
     D,
     shared_stride,
@@ -33,7 +46,10 @@ def _combine_kernel(
     X: tl.constexpr,
     BD: tl.constexpr,
     SHARED: tl.constexpr,
+    ADD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    begin(EARLY)
     token = tl.program_id(0)
     if token >= tl.load(tokens_ptr):
         return
@@ -47,7 +63,7 @@ def _combine_kernel(
     if SHARED:
         shared = tl.load(shared_ptr + token * shared_stride + o_d, mask=mask)
         total = with_shared(total, shared, tl.load(gate_ptr + token * gate_stride), dtype)
-    tl.store(out_ptr + token * out_stride + o_d, total.to(dtype), mask=mask)
+    store_total(out_ptr + token * out_stride + o_d, total, mask, ADD)
 
 
 def combine(
@@ -56,11 +72,13 @@ def combine(
     shared_gate_T1: torch.Tensor | None,
     out_TD: torch.Tensor,
     tokens_1: torch.Tensor,
+    add: bool,
 ) -> None:
-    """Writes the sums, added in order of the choices, to ``out_TD``."""
+    """Writes, or with ``add`` adds, the sums to ``out_TD``; they are made in order of the choices."""
     tokens, top_k, dim = parts_TXD.shape
     shared = parts_TXD if shared_TD is None else shared_TD
     gate = parts_TXD if shared_gate_T1 is None else shared_gate_T1
+    early = overlaps_at(parts_TXD.device, tokens)
     _combine_kernel[(tokens, triton.cdiv(dim, _BLOCK))](
         parts_TXD,
         shared,
@@ -74,5 +92,8 @@ def combine(
         X=top_k,
         BD=_BLOCK,
         SHARED=shared_TD is not None,
+        ADD=add,
+        EARLY=early,
+        launch_pdl=early,
         num_warps=_WARPS,
     )

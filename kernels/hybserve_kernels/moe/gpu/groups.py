@@ -13,6 +13,8 @@ import triton.language as tl
 from hybserve_kernels.attention.gpu.dot import dot
 from hybserve_kernels.moe.gpu.combine import combine
 from hybserve_kernels.moe.gpu.route import Routes, Work
+from hybserve_kernels.overlap import overlaps_at
+from hybserve_kernels.overlap.gpu import begin
 from hybserve_kernels.swiglu.gpu import rounded_swiglu
 
 
@@ -51,12 +53,14 @@ def _grouped_kernel(
     BK: tl.constexpr,
     STAGES: tl.constexpr,
     UP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """UP: silu(gate) · up of the tokens of a block; else the product of its rows times their weights, for each pair."""
     EVEN: tl.constexpr = K % BK == 0
     HALVES: tl.constexpr = 2 if UP else 1
     TILES: tl.constexpr = (N + BN - 1) // BN
     zero: tl.constexpr = None if EVEN else 0.0
+    begin(EARLY)
     block = tl.program_id(0) // TILES
     rows = tl.load(blocks_ptr + 2 * blocks + block)
     if rows == 0:
@@ -74,8 +78,8 @@ def _grouped_kernel(
     p_w = w_ptr + expert * HALVES * N * K + (r_n[:, None] * K + o_k[None, :])
     acc = tl.zeros([BN, BM], dtype=tl.float32)
     acc_up = tl.zeros([BN, BM], dtype=tl.float32)
-    for begin in tl.range(0, K, BK, num_stages=STAGES):
-        inside = o_k < K - begin
+    for done in tl.range(0, K, BK, num_stages=STAGES):
+        inside = o_k < K - done
         w = tl.load(p_w, mask=None if EVEN else inside[None, :], other=zero)
         x = tl.load(p_x, mask=None if EVEN else inside[:, None], other=zero)
         acc = dot(w, x, acc)
@@ -107,15 +111,17 @@ def run_groups(
     shared_gate_T1: torch.Tensor | None,
     out_TD: torch.Tensor,
     tokens_1: torch.Tensor,
+    add: bool,
 ) -> None:
-    """Writes the result to ``out_TD``; three launches. ``work`` is cut into blocks of ``form.rows``."""
+    """Writes, or with ``add`` adds, the result to ``out_TD``; three launches. ``work`` is cut into blocks of
+    ``form.rows``."""
     tokens, top_k = routes.experts_TX.shape
     _, dim, width = down_EDF.shape
     hidden = x_TD.new_empty(tokens * top_k, width)
     _launch(form.up, form.rows, x_TD, gate_up_E2FD, routes, work, hidden, True)
     parts = x_TD.new_empty(tokens, top_k, dim)
     _launch(form.down, form.rows, hidden, down_EDF, routes, work, parts, False)
-    combine(parts, shared_TD, shared_gate_T1, out_TD, tokens_1)
+    combine(parts, shared_TD, shared_gate_T1, out_TD, tokens_1, add)
 
 
 def _launch(
@@ -129,6 +135,7 @@ def _launch(
     up: bool,
 ) -> None:
     outputs = out.shape[-1]
+    early = overlaps_at(x.device, routes.experts_TX.shape[0])
     _grouped_kernel[(work.blocks * triton.cdiv(outputs, tile.outputs),)](
         x,
         weight,
@@ -146,5 +153,7 @@ def _launch(
         BK=tile.depth,
         STAGES=tile.stages,
         UP=up,
+        EARLY=early,
+        launch_pdl=early,
         num_warps=tile.warps,
     )

@@ -10,8 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from hybserve_kernels.moe.gpu.combine import with_shared
+from hybserve_kernels.moe.gpu.combine import store_total, with_shared
 from hybserve_kernels.moe.gpu.route import Routes
+from hybserve_kernels.overlap import overlaps_at
+from hybserve_kernels.overlap.gpu import begin
 from hybserve_kernels.swiglu.gpu import rounded_swiglu
 
 
@@ -39,7 +41,9 @@ def _up_kernel(
     X: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    begin(EARLY)
     pair = tl.program_id(1)
     if pair // X >= tl.load(tokens_ptr):
         return
@@ -73,7 +77,7 @@ def _down_kernel(
     w_ptr,  # [E, D, F]
     shared_ptr,  # [T, D], read if SHARED
     gate_ptr,  # [T, 1], read if SHARED
-    out_ptr,  # [T, D]
+    out_ptr,  # [T, D]; read and added to if ADD
     tokens_ptr,  # int32 [1]
     shared_stride,
     gate_stride,
@@ -84,7 +88,10 @@ def _down_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     SHARED: tl.constexpr,
+    ADD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    begin(EARLY)
     token = tl.program_id(1)
     if token >= tl.load(tokens_ptr):
         return
@@ -111,7 +118,7 @@ def _down_kernel(
     if SHARED:
         shared = tl.load(shared_ptr + token * shared_stride + o_n, mask=mask)
         total = with_shared(total, shared, tl.load(gate_ptr + token * gate_stride), dtype)
-    tl.store(out_ptr + token * out_stride + o_n, total.to(dtype), mask=mask)
+    store_total(out_ptr + token * out_stride + o_n, total, mask, ADD)
 
 
 def run_pairs(
@@ -124,10 +131,12 @@ def run_pairs(
     shared_gate_T1: torch.Tensor | None,
     out_TD: torch.Tensor,
     tokens_1: torch.Tensor,
+    add: bool,
 ) -> None:
-    """Writes the result to ``out_TD``; two launches."""
+    """Writes, or with ``add`` adds, the result to ``out_TD``; two launches."""
     tokens, top_k = routes.experts_TX.shape
     _, dim, width = down_EDF.shape
+    early = overlaps_at(x_TD.device, tokens)
     hidden = x_TD.new_empty(tokens, top_k, width)
     _up_kernel[(triton.cdiv(width, form.up_outputs), tokens * top_k)](
         x_TD,
@@ -141,6 +150,8 @@ def run_pairs(
         X=top_k,
         BN=form.up_outputs,
         BK=form.up_depth,
+        EARLY=early,
+        launch_pdl=early,
         num_warps=form.up_warps,
     )
     shared = hidden if shared_TD is None else shared_TD
@@ -163,5 +174,8 @@ def run_pairs(
         BN=form.down_outputs,
         BK=form.down_depth,
         SHARED=shared_TD is not None,
+        ADD=add,
+        EARLY=early,
+        launch_pdl=early,
         num_warps=form.down_warps,
     )

@@ -14,6 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from hybserve_kernels.overlap import overlaps_at
+from hybserve_kernels.overlap.gpu import begin
+
 #: Tokens chosen for at a time by a program, and most chunks that the second launch looks through.
 _TOKENS, _MOST_CHUNKS = 8, 128
 #: Most tokens that one program chooses for and puts in order alone, at two a warp.
@@ -106,8 +109,10 @@ def _route_kernel(
     ROUNDS: tl.constexpr,
     NORMALISE: tl.constexpr,
     COUNT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A program chooses for BT · ROUNDS tokens."""
+    begin(EARLY)
     chunk = tl.program_id(0)
     tokens = tl.minimum(tl.load(tokens_ptr), T)
     o_e, o_x = tl.arange(0, BE), tl.arange(0, BX)
@@ -147,24 +152,26 @@ def _alone_kernel(
     BX: tl.constexpr,
     BB: tl.constexpr,
     NORMALISE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The only program, for BT tokens and BB blocks."""
+    begin(EARLY)
     o_t, o_e, o_b = tl.arange(0, BT), tl.arange(0, BE), tl.arange(0, BB)
     real = o_t < tl.minimum(tl.load(tokens_ptr), T)
     _, number = _choose(scores_ptr, experts_ptr, weights_ptr, o_t, real, scores_stride, E, X, BT, BE, BX, NORMALISE)
     chosen = (number < X) & real[:, None]
     ones = chosen.to(tl.int32)
     total = tl.sum(ones, axis=0)
-    begin = tl.cumsum(total, axis=0) - total
+    first_row = tl.cumsum(total, axis=0) - total
     rank = tl.cumsum(ones, axis=0) - ones
-    tl.store(pairs_ptr + begin[None, :] + rank, o_t[:, None] * X + number, mask=chosen)
+    tl.store(pairs_ptr + first_row[None, :] + rank, o_t[:, None] * X + number, mask=chosen)
 
     own_blocks = (total + BM - 1) // BM
     block = tl.cumsum(own_blocks, axis=0) - own_blocks
     for at in tl.static_range((BT + BM - 1) // BM):
         mask = own_blocks > at
         tl.store(blocks_ptr + block + at, o_e, mask=mask)
-        tl.store(blocks_ptr + blocks + block + at, begin + at * BM, mask=mask)
+        tl.store(blocks_ptr + blocks + block + at, first_row + at * BM, mask=mask)
         tl.store(blocks_ptr + 2 * blocks + block + at, tl.minimum(total - at * BM, BM), mask=mask)
     tl.store(blocks_ptr + 2 * blocks + o_b, 0, mask=(o_b >= tl.sum(own_blocks, axis=0)) & (o_b < blocks))
 
@@ -188,8 +195,10 @@ def _order_kernel(
     BP: tl.constexpr,
     BB: tl.constexpr,
     CHUNK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A program places the pairs of one chunk of CHUNK tokens, and writes its share of the blocks."""
+    begin(EARLY)
     chunk = tl.program_id(0)
     o_e = tl.arange(0, BE)
     total = tl.zeros([BE], dtype=tl.int32)
@@ -201,9 +210,9 @@ def _order_kernel(
         total += tl.sum(counts, axis=0)
         before += tl.sum(tl.where((o_z < chunk)[:, None], counts, 0), axis=0)
     end = tl.cumsum(total, axis=0)
-    begin = end - total
+    first_row = end - total
 
-    base = begin + before
+    base = first_row + before
     pairs_end = tl.minimum(tl.load(tokens_ptr), tl.minimum(T, (chunk + 1) * CHUNK)) * X
     for first in range(chunk * CHUNK * X, pairs_end, BP):
         o_p = first + tl.arange(0, BP)
@@ -221,7 +230,7 @@ def _order_kernel(
         real = o_b < real_blocks
         expert = tl.sum((block_end[None, :] <= o_b[:, None]).to(tl.int32), axis=1)
         expert = tl.where(real, expert, 0)
-        row = tl.gather(begin, expert, 0) + (o_b - tl.gather(block_begin, expert, 0)) * BM
+        row = tl.gather(first_row, expert, 0) + (o_b - tl.gather(block_begin, expert, 0)) * BM
         rows = tl.minimum(tl.gather(end, expert, 0) - row, BM)
         tl.store(blocks_ptr + o_b, expert, mask=o_b < blocks)
         tl.store(blocks_ptr + blocks + o_b, row, mask=o_b < blocks)
@@ -242,6 +251,7 @@ def route_blocks(
     tokens, count = scores_TE.shape
     pairs = tokens * top_k
     blocks = min(pairs, count) + pairs // rows
+    early = overlaps_at(scores_TE.device, tokens)
     routes = _empty_routes(scores_TE, top_k)
     work = Work(routes.experts_TX.new_empty(pairs), routes.experts_TX.new_empty(3, blocks))
     if tokens <= _ALONE:
@@ -262,6 +272,8 @@ def route_blocks(
             BX=triton.next_power_of_2(top_k),
             BB=triton.next_power_of_2(blocks),
             NORMALISE=normalise,
+            EARLY=early,
+            launch_pdl=early,
             num_warps=at_once // 2,
         )
         return routes, work
@@ -288,6 +300,8 @@ def route_blocks(
         BP=_PAIRS_AT_ONCE,
         BB=_BLOCKS_AT_ONCE,
         CHUNK=_TOKENS * turns,
+        EARLY=early,
+        launch_pdl=early,
         num_warps=4,
     )
     return routes, work
@@ -310,6 +324,7 @@ def _launch_route(
 ) -> None:
     tokens, count = scores_TE.shape
     top_k = routes.experts_TX.shape[1]
+    early = overlaps_at(scores_TE.device, tokens)
     _route_kernel[(triton.cdiv(tokens, at_once * turns),)](
         scores_TE,
         tokens_1,
@@ -327,5 +342,7 @@ def _launch_route(
         ROUNDS=turns,
         NORMALISE=normalise,
         COUNT=ranks_TX is not None,
+        EARLY=early,
+        launch_pdl=early,
         num_warps=1 if at_once == 1 else 4,
     )
