@@ -5,6 +5,7 @@ from this one, that leaves its result in Triton's cache on disk; here it is then
 long costs nothing but its time: what is not in the cache is compiled here.
 """
 
+import ctypes
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from triton.runtime.jit import JITFunction
 
 #: Seconds after which a compilation that goes on in a child is given up there.
 _PATIENCE = 120
+_PR_SET_PDEATHSIG = 1
 
 
 class _Children(Executor):
@@ -50,6 +52,7 @@ def _forked(job: Callable[[], Any]) -> bool:
     """Run a job in a child that shares nothing with us afterwards but the files it writes."""
     if os.fork():
         return True
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends with the process that waits for it
     signal.alarm(_PATIENCE)
     try:
         job()
@@ -60,7 +63,7 @@ def _forked(job: Callable[[], Any]) -> bool:
 @contextmanager
 def compiled_ahead() -> Iterator[None]:
     """Inside, a launch notes its kernel and launches nothing; on leaving, all are compiled that the disk cache has not.
-    To be used while this process has no other child and runs one thread.
+    To be used while this process has no other child and no other thread does anything.
 
     What kernels would have written stays as it was, so nothing computed inside means anything, and no torch operation
     there may use it as an index."""
