@@ -64,7 +64,7 @@ SHAPES = (
     Shape("M2 gdn_in", 12352, 2048),
     Shape("M2 qkvg", 9216, 2048),
     Shape("M2 out", 2048, 4096, "added"),
-    Shape("M2 router", 256, 2048),
+    Shape("M2 router and gate", 272, 2048),
     Shape("M2 shared gate_up", 1024, 2048, "swiglu"),
     Shape("M2 shared down", 2048, 512),
     Shape("M2 lm_head", 248320, 2048),

@@ -50,8 +50,10 @@ class Moe:
         parts = [self._params[name] for name in names]
         rows = sum(len(part) for part in parts)
         joined = parts[0].new_zeros(-(-rows // _ROWS) * _ROWS, parts[0].shape[1])
-        for name, part, view in zip(names, parts, joined.split([*map(len, parts), len(joined) - rows]), strict=False):
-            self._params.tensors[name] = view.copy_(part)
+        first = 0
+        for name, part in zip(names, parts, strict=True):
+            self._params.tensors[name] = joined[first : first + len(part)].copy_(part)
+            first += len(part)
         return joined
 
     def __call__(self, x_TD: torch.Tensor, context: StepContext) -> torch.Tensor:
