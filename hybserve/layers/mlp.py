@@ -4,7 +4,7 @@ Legend: T tokens, D model dim, F this rank's part of the width.
 """
 
 import torch
-from hybserve_kernels.linear import linear, linear_swiglu, norm_linear_swiglu
+from hybserve_kernels.linear import norm_linear_swiglu
 from hybserve_kernels.swiglu import swiglu
 
 from hybserve.layers.linear import Linear, ReducedLinear
@@ -24,10 +24,6 @@ class Mlp:
 
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
         return self._down(swiglu(self._gate_up(x_TD)))
-
-    def of(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """The block's output for ``x_TD`` (Triton form)."""
-        return linear(linear_swiglu(x_TD, self._gate_up.weight), self._down.weight)
 
     def add_to(self, hidden_TD: torch.Tensor, norm: RMSNorm) -> None:
         """Add the block's output for the norm of the residual stream to it, in place (Triton form)."""

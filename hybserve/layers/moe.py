@@ -5,7 +5,7 @@ Legend: T tokens, D model dim, E experts, F this rank's part of an expert's widt
 
 import torch
 from hybserve_kernels.linear import linear
-from hybserve_kernels.moe import experts, experts_whole, moe_rows, route
+from hybserve_kernels.moe import SharedExpert, experts, experts_whole, moe_rows, route
 
 from hybserve.layers.linear import Linear
 from hybserve.layers.mlp import Mlp
@@ -41,6 +41,8 @@ class Moe:
         if self._shared is not None:
             self._shared.bind()
             self._shared_gate.bind()
+            shared = (self._params[f"{self._name}.shared.{part}.weight"] for part in ("gate_up", "down"))
+            self._shared_expert = SharedExpert(*shared)
 
     def _joined(self) -> torch.Tensor:
         """One matrix of the router's rows, the shared expert's gate and padding. The parameters become views of it."""
@@ -79,7 +81,7 @@ class Moe:
             self._gate_up,
             self._down,
             context.step.tokens_1,
-            shared_TD=None if self._shared is None else self._shared.of(x_TD),
+            shared=None if self._shared is None else self._shared_expert,
             shared_gate_T1=None if self._shared is None else scores[:, count : count + 1],
             out=hidden_TD,
             add=True,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hybserve_kernels.moe import moe_rows, reference
+from hybserve_kernels.moe import SharedExpert, moe_rows, reference
 from hybserve_kernels.moe.gpu.groups import Groups, Tile
 from hybserve_kernels.moe.gpu.pairs import Pairs
 from hybserve_kernels.moe.gpu.route import route_blocks, route_pairs
@@ -105,6 +105,29 @@ def test_the_result_is_added_as_by_an_op_of_its_own(shared: bool, form: Pairs | 
     got = moe_rows(*case[:2], 2, True, *case[2:4], _tokens(9), *both, out=hidden, form=form, add=True)
     assert got is hidden
     assert torch.equal(got, want)
+
+
+@FORMS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "real", "shared_width"), [(1, 1, 24), (4, 3, 24), (2, 0, 24), (3, 3, 40), (9, 7, 24)]
+)
+def test_a_shared_expert_of_weights(
+    tokens: int, real: int, shared_width: int, dtype: torch.dtype, form: Pairs | Groups
+) -> None:
+    case = _case(tokens, 6, 36, 24, dtype)
+    gate_up = (torch.randn(2 * shared_width, 36, device=DEVICE) / 6).to(dtype)
+    down = (torch.randn(36, shared_width, device=DEVICE) / shared_width**0.5).to(dtype)
+    gate, up = (case.x_TD.float() @ gate_up.float().T).chunk(2, dim=1)
+    shared = (torch.nn.functional.silu(gate) * up) @ down.float().T
+    want = case._replace(shared_TD=shared).want(3, True, True)
+    for tensor in (case.x_TD, case.scores_TE, case.gate_T1):
+        tensor[real:] = float("nan")
+    out = torch.full_like(case.x_TD, 7.0)
+    expert = SharedExpert(gate_up, down)
+    moe_rows(*case[:2], 3, True, *case[2:4], _tokens(real), expert, case.gate_T1, out, form)
+    torch.testing.assert_close(out[:real].float(), want[:real], rtol=CLOSE[dtype], atol=CLOSE[dtype])
+    assert bool((out[real:] == 7.0).all())
 
 
 @FORMS

@@ -8,13 +8,17 @@ import torch
 import torch.nn.functional as F
 
 from hybserve_kernels.device import require_cpu
+from hybserve_kernels.linear import linear, linear_swiglu
 from hybserve_kernels.moe.gpu.groups import Groups, run_groups
-from hybserve_kernels.moe.gpu.pairs import Pairs, run_pairs
+from hybserve_kernels.moe.gpu.pairs import Pairs, SharedExpert, run_pairs
 from hybserve_kernels.moe.gpu.route import route_blocks, route_pairs
 from hybserve_kernels.moe.gpu.table import choose
 from hybserve_kernels.swiglu import swiglu
 
-__all__ = ["experts", "experts_whole", "moe_rows", "route"]
+__all__ = ["SharedExpert", "experts", "experts_whole", "moe_rows", "route"]
+
+#: Tokens up to which the shared expert runs in the launches of the chosen ones: with more, its own read less.
+_FEW = 4
 
 
 def route(scores_TE: torch.Tensor, top_k: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,13 +83,14 @@ def moe_rows(
     gate_up_E2FD: torch.Tensor,
     down_EDF: torch.Tensor,
     tokens_1: torch.Tensor,
-    shared_TD: torch.Tensor | None = None,
+    shared: torch.Tensor | SharedExpert | None = None,
     shared_gate_T1: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     form: Pairs | Groups | None = None,
     add: bool = False,
 ) -> torch.Tensor:
     """Routing, the weighted sum of the chosen experts and, if given, + shared · sigmoid(shared_gate); [T, D].
+    ``shared`` is the output [T, D] of the shared expert, or its contiguous weights.
     It is written to ``out`` if given, or with ``add`` added to what stands there, rounded before.
 
     T is an upper bound that sizes the launches: the first ``tokens_1`` (int32, on the device) rows are real, the rows
@@ -97,7 +102,7 @@ def moe_rows(
     count, _, width = down_EDF.shape
     _check(x_TD, scores_TE, top_k, gate_up_E2FD, down_EDF)
     assert tokens_1.dtype == torch.int32
-    assert (shared_TD is None) == (shared_gate_T1 is None)
+    assert (shared is None) == (shared_gate_T1 is None)
     assert x_TD.stride(1) == scores_TE.stride(1) == 1
     assert gate_up_E2FD.is_contiguous()
     assert down_EDF.is_contiguous()
@@ -106,12 +111,18 @@ def moe_rows(
         out = torch.empty(tokens, dim, dtype=x_TD.dtype, device=x_TD.device)
     if form is None:
         form = choose(x_TD.dtype, tokens, count, top_k, dim, width)
-    rest = (gate_up_E2FD, down_EDF, shared_TD, shared_gate_T1, out, tokens_1, add)
+    if isinstance(shared, SharedExpert):
+        assert shared.gate_up_2FD.is_contiguous()
+        assert shared.down_DF.is_contiguous()
+        if not isinstance(form, Pairs) or tokens > _FEW or shared.down_DF.shape != (dim, width):
+            shared = linear(linear_swiglu(x_TD, shared.gate_up_2FD), shared.down_DF)
     if isinstance(form, Pairs):
-        run_pairs(form, x_TD, route_pairs(scores_TE, top_k, normalise, tokens_1), *rest)
+        routes = route_pairs(scores_TE, top_k, normalise, tokens_1)
+        run_pairs(form, x_TD, routes, gate_up_E2FD, down_EDF, shared, shared_gate_T1, out, tokens_1, add)
     else:
         routes, work = route_blocks(scores_TE, top_k, normalise, tokens_1, form.rows)
-        run_groups(form, x_TD, routes, work, *rest)
+        assert not isinstance(shared, SharedExpert)
+        run_groups(form, x_TD, routes, work, gate_up_E2FD, down_EDF, shared, shared_gate_T1, out, tokens_1, add)
     return out
 
 
