@@ -17,7 +17,7 @@ from hybserve_kernels.swiglu import swiglu
 
 __all__ = ["SharedExpert", "experts", "experts_whole", "moe_rows", "route"]
 
-#: Tokens up to which the shared expert runs in the launches of the chosen ones: with more, its own read less.
+#: Tokens up to which the shared expert runs in the launches of the chosen ones, which read it again for each token.
 _FEW = 4
 
 
