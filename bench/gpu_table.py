@@ -16,7 +16,7 @@ TARGET = RESULTS / "GPU.md"
 def main() -> None:
     parts = [
         "# Measured on a GPU",
-        "Peer: vLLM 0.26 on the same kind of card; limit: bytes over copy bandwidth or operations over the matrix rate. "
+        "Peer: vLLM 0.26 on the same kind of card; limit: bytes over copy bandwidth or operations over matrix rate. "
         'A "!" marks what is slower than the bar. Random weights and ids, greedy, bf16, fp32 state.',
     ]
     for name, title in (("gpu_m1", "M1: Qwen3.5-9B, engine without HTTP"), ("gpu_m2", "M2: Qwen3.5-35B-A3B")):
