@@ -321,7 +321,7 @@ class PrefixTree:
             if node is None:
                 break
             freed += len(node.pages)
-            self._drop_leaf(node, fence)
+            self._evict_leaf(node, fence)
         return freed
 
     def evict_states(self, count: int, fence: int, below: float | None = None) -> int:
@@ -334,7 +334,7 @@ class PrefixTree:
             freed += 1
             self.evicted_states += 1
             if not node.children and node.leases == 0:
-                self._drop_leaf(node, fence)
+                self._evict_leaf(node, fence)
                 continue
             self._drop_state(node, fence)
             node.lost = Lost.EVICTED
@@ -551,17 +551,22 @@ class PrefixTree:
         self._pages.free(node.pages, fence)
         self._nodes -= 1
         self._cached_pages -= len(node.pages)
-        self.evicted_pages += len(node.pages)
         node.version += 1
         node.parent = None
         node.pages, node.tokens = [], ()
-        self._ghosts[chain(parent.end_hash, first, self.page_size)] = None
-        if len(self._ghosts) > GHOSTS:
-            self._ghosts.popitem(last=False)
         if parent.parent is None:
             self._prune_root(parent)
         elif not parent.children:
             self._revalue_run(parent)
+
+    def _evict_leaf(self, node: Node, fence: int) -> None:
+        """``_drop_leaf`` to make room: counted, and remembered as the reason of a later miss."""
+        assert node.parent is not None
+        self.evicted_pages += len(node.pages)
+        self._ghosts[chain(node.parent.end_hash, node.tokens[: self.page_size], self.page_size)] = None
+        if len(self._ghosts) > GHOSTS:
+            self._ghosts.popitem(last=False)
+        self._drop_leaf(node, fence)
 
     def _drop_detached(self, node: Node, fence: int) -> None:
         """Free a flushed branch upward as far as nothing holds it."""

@@ -210,6 +210,8 @@ def test_flush_forgets_everything_and_frees_what_is_held_later() -> None:
     world.tree.release(lease, 0)
     world.check()
     assert world.pages.held == 2
+    assert world.tree.match(KEY, run(1, 2, 3, tail=1)).reason == "new"  # flushed, not evicted
+    assert (world.tree.evicted_pages, world.tree.evicted_states) == (0, 0)
 
 
 @pytest.mark.parametrize("seed", range(20))
