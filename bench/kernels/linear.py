@@ -230,7 +230,7 @@ class Case:
         ]
         return microseconds(calls, 5, 4 if self.bytes > 1 << 30 else 12)
 
-    def library(self) -> float:
+    def cublas(self) -> float:
         """µs of the library's product with what follows."""
         calls: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]] = {
             "stored": lambda x, weight, out: F.linear(x, weight),
@@ -251,13 +251,13 @@ def _measured(shape: Shape, rows: int) -> Row:
         "added": lambda x, weight, out: maps.linear_add_(out, x, weight),
         "swiglu": lambda x, weight, out: maps.linear_swiglu(x, weight),
     }
-    return case.row(shape.kind, case.time(calls[shape.kind]), case.library())
+    return case.row(shape.kind, case.time(calls[shape.kind]), case.cublas())
 
 
 def _swept(shape: Shape, rows: int, passed: set[str]) -> tuple[Choice | None, Row]:
     """The best choice at a shape, None for the library's; prints its line of the table."""
     case = Case(shape, rows)
-    peer = case.library()
+    peer = case.cublas()
     times: dict[Tiles, float] = {}
     for choice in candidates(shape, rows):
         if str((shape, rows, choice)) in passed:

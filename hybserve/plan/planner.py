@@ -95,7 +95,7 @@ def _limits(frame: Frame, sizing: Sizing, deployment: Deployment) -> EngineLimit
         slot_price=whole.state_slot / max(whole.kv_per_token * frame.page_size, 1),
         checkpoint_every=frame.checkpoint_every if stateful else 0,
         prefill_beside=min(_prefill_of(frame, DECODE_STALL), shape.step_tokens) if frame.cuda else 0,
-        prefill_backlog=_prefill_of(frame, PREFILL_BACKLOG),
+        prefill_backlog=_prefill_of(frame, PREFILL_BACKLOG) if frame.cuda else 0,
         cuda=frame.cuda,
         graphs=deployment.engine.graphs != "off",
     )

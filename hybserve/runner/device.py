@@ -30,7 +30,7 @@ from hybserve.plan.costs import LOGITS_SLICE
 from hybserve.plan.result import EngineLimits
 from hybserve.runner.device_pools import DevicePools, torch_dtype
 from hybserve.runner.execute import Outcome, scored_rows
-from hybserve.runner.graphs import Graphs, buckets_of, exact_room, mixed_room
+from hybserve.runner.graphs import Graphs, buckets_of, exact_room, graph_rooms
 from hybserve.runner.inputs import exports_of
 from hybserve.runner.sampling import DeviceSampler, to_logprobs
 from hybserve.runner.sequences import Sequence, Sequences
@@ -62,7 +62,7 @@ class _Launched:
 
 
 class DeviceExecutor:
-    """One rank's device. ``graphs``: capture the bodies and heads that steps usually need (CUDA only)."""
+    """One rank's device: its stream of steps, from captured graphs where there is one (CUDA only)."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class DeviceExecutor:
 
     def _usual_shapes(self, rows: list[int]) -> list[Shape]:
         """Largest first: the graphs share one pool of memory."""
-        return mixed_room(self._limits, self._staging.table_width, rows)
+        return graph_rooms(self._limits, self._staging.table_width, rows)
 
     # steps
 

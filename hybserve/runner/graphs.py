@@ -91,7 +91,7 @@ def buckets_of(max_running: int) -> list[int]:
     return [*(rows for rows in (*_ROWS, *more) if rows < max_running), max_running]
 
 
-def mixed_room(limits: EngineLimits, table_width: int, rows: list[int]) -> list[Shape]:
+def graph_rooms(limits: EngineLimits, table_width: int, rows: list[int]) -> list[Shape]:
     """The shapes that get a graph, largest first: decode rows alone by their number, and steps with prefill rows by
     tokens, few or many rows, with and without decode rows."""
     running = limits.max_running

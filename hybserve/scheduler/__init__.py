@@ -6,7 +6,7 @@
     prefix     what is reused, exported and published
     settle     what came back, as columns                  books      ledger of requests, metrics
     integrity  every promise recounted                     scheduler  all of it together, pure: no I/O
-    loop       launch n, settle n-1, plan n+1, wait for n  main       the role: heartbeat, stop, loss
+    loop       settle n-1, plan and launch n+1, wait for n main       the role: heartbeat, stop, loss
 
 One total order (priority, arrival, uid, choice) rules admission, page growth and parking: pages are dealt from its
 front, sequences are parked from its end, and nothing that waits is passed by what stands behind it. So the first in

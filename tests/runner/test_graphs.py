@@ -1,0 +1,48 @@
+"""Which captured graph serves a step."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from hybserve.plan.result import EngineLimits
+from hybserve.runner.graphs import Graphs, buckets_of, exact_room, graph_rooms
+from hybserve.runner.staging import Shape
+
+
+class Recorded:
+    """A graph that records nothing."""
+
+    def capture_begin(self, pool: object) -> None: ...
+
+    def capture_end(self) -> None: ...
+
+    def pool(self) -> None: ...
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    made: Graphs = Graphs(torch.device("cpu"))
+    made._stream = object()
+    return made
+
+
+def test_what_was_asked_for_before_the_capture_is_looked_for_again(graphs: Graphs) -> None:
+    assert graphs.room_for(3) is None
+    for rows in (8, 4, 2):
+        graphs.capture(rows, lambda _: torch.zeros(1))
+    assert graphs.room_for(3) == 4
+    assert graphs.room_for(9) is None
+
+
+def test_a_step_takes_the_smallest_room_of_its_own_kind(graphs: Graphs) -> None:
+    limits = EngineLimits(64, 40, 12, 24, 512, 512, 256, "float32", "float32", "float32")
+    for shape in graph_rooms(limits, 16, buckets_of(limits.max_running)):
+        graphs.capture(shape, lambda _: torch.zeros(1))
+    assert graphs.room_for(exact_room(Shape(5, 5, 0, 0, 3), limits, 16)) == Shape(8, 8, 0, 0, 16)
+    assert graphs.room_for(exact_room(Shape(100, 0, 1, 2, 3), limits, 16)) == Shape(128, 0, 4, 6, 16)
+    assert graphs.room_for(exact_room(Shape(103, 3, 9, 11, 3), limits, 16)) == Shape(128, 24, 24, 26, 16)
+    assert graphs.room_for(exact_room(Shape(513, 1, 1, 8, 3), limits, 16)) is None
