@@ -255,14 +255,10 @@ def test_an_index_starts_anew_without_its_predecessor():
     table = SamplingTable(2, 200, DEVICE, counts=True)
     first = Wishes(0.0, presence_penalty=50.0, logit_bias=((3, 100.0),))
     table.set(1, first, stream_key(1, 0), prompt=[1], output=list(range(150)))
-    table.clear(1)
     second = Wishes(0.0, presence_penalty=1.0)
     table.set(1, second, stream_key(1, 0), prompt=list(range(200)))
     tokens, _ = sample_rows(values.to(DEVICE), ints([1]), ints([0]), table)
     assert tokens.tolist() == values.argmax(-1).tolist()
-    assert table.shaped == {1}
-    table.set(1, Wishes(0.0), stream_key(1, 0))
-    assert table.shaped == set()
 
 
 def test_padding_rows_are_left_alone():

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hybserve_kernels.device import require_cpu
 from hybserve_kernels.rms_norm import gpu
 
-__all__ = ["add_rms_norm", "rms_norm", "rms_norm_gated"]
+__all__ = ["rms_norm", "rms_norm_gated"]
 
 
 def rms_norm(x: torch.Tensor, scale: torch.Tensor, eps: float, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -20,13 +20,6 @@ def rms_norm(x: torch.Tensor, scale: torch.Tensor, eps: float, dtype: torch.dtyp
     else:
         normed = F.rms_norm(wide, wide.shape[-1:], None, eps).mul_(scale)
     return normed.to(dtype or x.dtype)
-
-
-def add_rms_norm(hidden_TD: torch.Tensor, delta_TD: torch.Tensor, scale_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """hidden += delta in place, in its dtype; then the norm of the rounded sum, [T, D]. ``scale_D`` in fp32."""
-    if hidden_TD.is_cuda:
-        return gpu.rms_norm(hidden_TD, scale_D, eps, delta_TD=delta_TD)
-    return rms_norm(hidden_TD.add_(delta_TD), scale_D, eps)
 
 
 def rms_norm_gated(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

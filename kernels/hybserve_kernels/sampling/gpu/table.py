@@ -69,8 +69,6 @@ class SamplingTable:
         self.records_S = torch.zeros(max_running, ENTRIES.value + MOST_LISTED, dtype=torch.int64, device=device)
         #: int32 [S, C]: 0 = never seen, else 1 + how often it was generated. Rows of unpenalised sequences are stale.
         self.counts_SC = torch.zeros((max_running, vocab) if counts else (1, 1), dtype=torch.int32, device=device)
-        #: Sequences whose token is not the argmax of the model's own logits.
-        self.shaped: set[int] = set()
 
     def set(
         self,
@@ -108,14 +106,6 @@ class SamplingTable:
         self._upload(torch.frombuffer(record, dtype=torch.int64), self.records_S[seq])
         if penalised:
             self._count(seq, prompt, output)
-        if wishes.temperature or penalised or listed:
-            self.shaped.add(seq)
-        else:
-            self.shaped.discard(seq)
-
-    def clear(self, seq: int) -> None:
-        """The sequence is gone. Its record stays until the index starts anew; nothing reads it."""
-        self.shaped.discard(seq)
 
     def _count(self, seq: int, prompt: Sequence[int], output: Sequence[int]) -> None:
         if self.counts_SC.shape[1] != self.vocab:
