@@ -46,8 +46,8 @@ def _version(package: str) -> str:
 
 
 def record(name: str, figures: dict[str, Any], command: Sequence[str], packages: Sequence[str] = ()) -> Path:
-    """Write ``figures`` with their circumstances; returns the file."""
-    path = RESULTS / f"{name}.json"
+    """Write ``figures`` with their circumstances, into the folder BENCH_RESULTS if that is set; returns the file."""
+    path = Path(os.environ.get("BENCH_RESULTS", RESULTS)) / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({"bench": name, **circumstances(command, packages), **figures}, indent=1) + "\n")
     return path
