@@ -7,6 +7,7 @@ from pathlib import Path
 from hybserve.core.messages import FromLaunch, FromScheduler, Loading, Ready, ToApi, ToLaunch, ToScheduler, ToText
 from hybserve.launch.cores import claim_cores
 from hybserve.launch.role import RoleStart
+from hybserve.observe.stages import Stages
 from hybserve.wire.channel import AsyncChannel, Channel
 from hybserve.wire.codec import Codec
 
@@ -37,7 +38,7 @@ def _text(start: RoleStart) -> None:
 
 def _engine(start: RoleStart) -> None:
     """Scheduler and runner in one process and one thread."""
-    began = time.monotonic()
+    stages = Stages()
     claim_cores()
     from hybserve.config.deployment import Deployment
     from hybserve.runner.main import build_runner
@@ -49,15 +50,9 @@ def _engine(start: RoleStart) -> None:
     deployment, limits = Deployment.from_json(start.deployment), start.plan.engine
     assert limits is not None
     loading = _LoadReporter(text, control)
-    imported = time.monotonic()
-    runner = build_runner(deployment, start.spec, limits, Path(start.facts.model_dir), loading.weights)
-    warm = time.monotonic()
-    loaded = loading.finished or imported
-    ready = Ready(
-        "engine",
-        drift(start.plan.stages[0], runner.measured()),
-        [("imports", imported - began), ("weights", loaded - imported), ("warm-up", warm - loaded)],
-    )
+    stages.lap("imports")
+    runner = build_runner(deployment, start.spec, limits, Path(start.facts.model_dir), loading.weights, stages)
+    ready = Ready("engine", drift(start.plan.stages[0], runner.measured()), stages.times)
     run(
         limits,
         deployment.server.max_queue,
@@ -81,13 +76,10 @@ class _LoadReporter:
         self._text = text
         self._control = control
         self._next = 0.0
-        self.finished: float | None = None  # when the last byte of weights was there
 
     def weights(self, done: int, total: int) -> None:
         now = time.monotonic()
-        if done >= total:
-            self.finished = now
-        elif now < self._next:
+        if now < self._next and done < total:
             return
         self._next = now + self._EVERY
         message = Loading("weights", done / total if total else 1.0)

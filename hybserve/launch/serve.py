@@ -22,6 +22,7 @@ from hybserve.launch.role import RoleStart
 from hybserve.launch.signals import StopSignals
 from hybserve.observe import log
 from hybserve.observe.log import event
+from hybserve.observe.stages import Stages
 
 logger = logging.getLogger(__name__)
 
@@ -78,25 +79,19 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-class StageClock:
+class StageClock(Stages):
     """Times of the stages of a start, in seconds; together they are the time since this process began."""
 
     def __init__(self) -> None:
-        began = time.time() - psutil.Process().create_time()
-        self.stages: list[tuple[str, float]] = [("interpreter", began)]
-        self._last = time.monotonic()
-
-    def lap(self, name: str) -> None:
-        now = time.monotonic()
-        self.stages.append((name, now - self._last))
-        self._last = now
+        super().__init__()
+        self.times.append(("interpreter", time.time() - psutil.Process().create_time()))
 
     def lap_split(self, name: str, parts: list[tuple[str, float]]) -> None:
         """A lap of which ``parts`` were measured elsewhere; the rest of it is called ``name``."""
         self.lap(name)
-        _, whole = self.stages.pop()
+        _, whole = self.times.pop()
         rest = max(0.0, whole - sum(seconds for _, seconds in parts))
-        self.stages += [(name, rest), *parts]
+        self.times += [(name, rest), *parts]
 
 
 def _run(prepared: Prepared, listener: socket.socket, group: RoleGroup, signals: StopSignals, clock: StageClock) -> int:
@@ -160,10 +155,10 @@ def _announce(prepared: Prepared, url: str, ready: list[Ready], clock: StageCloc
         url=url,
         key_variable=prepared.deployment.server.api_key_env,
         ready=ready,
-        stages=clock.stages,
+        stages=clock.times,
     )
     print_report(started, sys.stdout)
-    event(logger, "info", "ready", url=url, seconds=sum(seconds for _, seconds in clock.stages))
+    event(logger, "info", "ready", url=url, seconds=sum(seconds for _, seconds in clock.times))
 
 
 def _drain(group: RoleGroup, signals: StopSignals, timeout: float) -> None:

@@ -4,10 +4,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TypeVar
 
 import torch
+from hybserve_kernels.compiling import compilers_at_hand
 
 from hybserve.config.deployment import Deployment
 from hybserve.core.errors import ModelError
@@ -17,6 +19,7 @@ from hybserve.core.types import SAMPLED
 from hybserve.models.base import Model as LayeredModel
 from hybserve.models.load import Progress, dummy_weights, load_weights
 from hybserve.models.registry import build_model
+from hybserve.observe.stages import Stages
 from hybserve.plan.facts import probe_gpu
 from hybserve.plan.floors import pages_of
 from hybserve.plan.result import EngineLimits
@@ -81,14 +84,17 @@ class Runner:
         """What this rank really allocated; ``memory.drift`` puts it beside the plan."""
         return measure(self._rank.model.params, self.pools, self._free_before)
 
+    def compile(self) -> None:
+        """Have the kernels compiled that the usual steps need; no weight has to be there. Nothing on CPU."""
+        if self._device is not None and self._device.cuda:
+            with torch.inference_mode():
+                self._device.compile()
+
     def warm_up(self) -> None:
         """Prefill, decode and sample once on a page and a slot that nobody has yet, and forget it.
 
         Raises ModelError if the logits are not finite: the weights cannot be served in this dtype.
         """
-        if self._device is not None and self._device.cuda:
-            with torch.inference_mode():
-                self._device.compile()
         params = SamplingParams(top_p=0.9, logprobs=1)
         start = SequenceStart(0, self._epoch, 0, params, [], 2, 0)
         tokens = [0, min(1, self._rank.vocab - 1)]
@@ -96,11 +102,14 @@ class Runner:
         decode = StepPlan(0, self._epoch, [0], [2], [1], [1], [SAMPLED], [0], [1], [0], [0], [1], *_none(5))
         bad = self._launch(prefill, [start])().bad + self._launch(decode, [])().bad
         self.sequences.clear()
+        if bad:
+            raise ModelError("the model's logits are not finite; try model.dtype: bfloat16 or float32")
+
+    def capture(self) -> None:
+        """Capture the graphs of the usual steps, where steps run from graphs."""
         if self._device is not None:
             with torch.inference_mode():
                 self._device.capture()
-        if bad:
-            raise ModelError("the model's logits are not finite; try model.dtype: bfloat16 or float32")
 
     def submit(self, frame: bytes) -> None:
         """Queue the plans of a frame. Raises FrameError if the bytes are not a frame for a runner."""
@@ -193,20 +202,41 @@ def build_runner(
     limits: EngineLimits,
     model_dir: Path,
     progress: Progress | None = None,
+    stages: Stages | None = None,
 ) -> Runner:
-    """The one rank of this version: model built, weights loaded, pools allocated, one step run.
+    """The one rank of this version: model built, weights loaded, pools allocated, one step run, graphs captured.
 
+    Kernels are compiled by processes of their own, forked before CUDA is initialised, while the weights are loaded.
     Raises ModelError for weights that cannot be served. ``progress(done, total)`` counts bytes of weights.
     """
+    stages = stages or Stages()
     share = split_ranks(spec)[0]
     free_before = probe_gpu() if limits.cuda else None
     asked = deployment.model.dtype
     device = "cuda" if limits.cuda else "cpu"
-    model = build_model(spec, share, torch_dtype(spec.dtype if asked == "auto" else asked), device)
-    if deployment.model.load == "dummy":
-        dummy_weights(model.params, deployment.model.seed)
-    else:
-        load_weights(model_dir, spec, share, model.params, progress)
-    runner = Runner(model, spec, share, limits, device=device, free_before=free_before)
+    with compilers_at_hand() if limits.cuda else nullcontext():
+        model = build_model(spec, share, torch_dtype(spec.dtype if asked == "auto" else asked), device)
+        stages.lap("model")
+        runner = Runner(model, spec, share, limits, device=device, free_before=free_before)
+        stages.lap("pools")
+        runner.compile()
+        stages.lap("rehearsal")
+        if deployment.model.load == "dummy":
+            dummy_weights(model.params, deployment.model.seed)
+        else:
+            load_weights(model_dir, spec, share, model.params, progress)
+        model.bind()
+        _wait_for(device)
+        stages.lap("weights")
+    stages.lap("compile")
     runner.warm_up()
+    stages.lap("first steps")
+    runner.capture()
+    _wait_for(device)
+    stages.lap("graphs")
     return runner
+
+
+def _wait_for(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()

@@ -63,7 +63,9 @@ def make_engine(subject: DeviceSubject, limits: EngineLimits, model=None) -> Eng
     poison = not limits.prefix
     runner = Runner(model, subject.spec, split_ranks(subject.spec)[0], limits, device=DEVICE, poison=poison)
     if limits.graphs:
+        runner.compile()
         runner.warm_up()
+        runner.capture()
     scheduler, text = Scheduler(limits, 100, None, clock=lambda: 0.0), Text()
     return Engine(scheduler, runner, text, Loop(scheduler, runner, text))
 

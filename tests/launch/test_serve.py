@@ -35,8 +35,8 @@ def test_stage_times_sum_to_the_time_since_the_process_began():
     clock = StageClock()
     clock.lap("plan")
     clock.lap_split("processes", [("weights", 0.0)])
-    assert [name for name, _ in clock.stages] == ["interpreter", "plan", "processes", "weights"]
-    assert all(seconds >= 0 for _, seconds in clock.stages)
+    assert [name for name, _ in clock.times] == ["interpreter", "plan", "processes", "weights"]
+    assert all(seconds >= 0 for _, seconds in clock.times)
 
 
 def test_signals_are_counted_and_wake_the_loop():
