@@ -174,6 +174,22 @@ def test_prefill_rows_from_any_tile_and_page(page: int, start: int, count: int) 
     _close(out, reference.attention(q, batch.pool, batch.tables[0], start, SCALE).flatten(1))
 
 
+@pytest.mark.parametrize(("heads", "dtype"), [((4, 1, 16), torch.float32), ((3, 1, 64), torch.bfloat16)])
+@pytest.mark.usefixtures("poisoned_empty")
+def test_prefill_rows_share_a_long_history(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    lengths, starts = [663, 3], [640, 0]
+    batch = _batch(lengths, heads, dtype)
+    tokens = sum(lengths) - sum(starts)
+    q, gate = _random_q(tokens, heads, dtype), _gate(tokens, heads, dtype)
+    out = _unwritten(tokens, heads, dtype)
+    rows = _prefill(batch, starts, 0, 3, 0)
+    prefill_rows(q, batch.pool, rows, SCALE, gate, out)
+    for row, (table, start) in enumerate(zip(batch.tables, starts, strict=True)):
+        own = slice(int(rows.begins_R[row]), int(rows.begins_R[row] + rows.counts_R[row]))
+        _close(out[own], _gated(reference.attention(q[own], batch.pool, table, start, SCALE), gate[own]))
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("where", ["query", "key"])
 def test_scores_that_are_not_finite_show_in_their_row_alone(where: str, bad: float) -> None:

@@ -33,13 +33,14 @@ def prepare_rows(
     ``projected_TX``: [of every query head: q d, then gate d if ``gated`` | k J·d | v J·d], rows with any stride.
     ``heads`` (H, J, d). Scales fp32 [d], the factor itself (1 + w); both None = no norms. ``frequencies`` fp32
     [rotary_dim] as ``hybserve_kernels.rotary.inverse_frequencies`` gives them. ``locations_T``: page · G + offset,
-    -1 = k and v of the token are not stored. Norm and turn in fp32, rounded once."""
+    -1 = k and v of the token are not stored; read where there are kv heads. H or J may be 0. Norm and turn in fp32,
+    rounded once."""
     q_heads, kv_heads, dim = heads
     tokens, rotary_dim = projected_TX.shape[0], frequencies.shape[0]
     assert projected_TX.shape[1] == (q_heads * (2 if gated else 1) + 2 * kv_heads) * dim
     assert projected_TX.stride(1) == 1
     assert pool_P2JGd[0].is_contiguous()
-    assert pool_P2JGd.shape[2:5:2] == (kv_heads, dim)
+    assert pool_P2JGd.shape[2:5:2] == (kv_heads or pool_P2JGd.shape[2], dim)
     assert projected_TX.dtype == pool_P2JGd.dtype
     assert (q_scale_d is None) == (k_scale_d is None)
     assert dim & (dim - 1) == 0
@@ -151,9 +152,10 @@ def _prepare(
     turned = (wide * cosine[None, :] + other * sine[None, :]).to(plain.dtype)
 
     tl.store(q + (token * HEADS + heads)[:, None] * DIM + dims[None, :], turned, mask=is_query[:, None])
-    location = tl.load(locations + token).to(tl.int64)
-    if location >= 0:
-        part = heads - HEADS  # keys of all kv heads, then values: as a page has them
-        place = location // PAGE * page_stride + location % PAGE * DIM
-        target = pool + place + part[:, None] * (PAGE * DIM) + dims[None, :]
-        tl.store(target, tl.where(is_value[:, None], plain, turned), mask=real & (part >= 0)[:, None])
+    if KV_HEADS:
+        location = tl.load(locations + token).to(tl.int64)
+        if location >= 0:
+            part = heads - HEADS  # keys of all kv heads, then values: as a page has them
+            place = location // PAGE * page_stride + location % PAGE * DIM
+            target = pool + place + part[:, None] * (PAGE * DIM) + dims[None, :]
+            tl.store(target, tl.where(is_value[:, None], plain, turned), mask=real & (part >= 0)[:, None])
