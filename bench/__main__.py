@@ -77,6 +77,16 @@ BENCHES = {
         ("tests/kernels",),
         "every GPU kernel against its reference, then timed beside the limit of the card",
     ),
+    "load": Bench(
+        "bench.load",
+        ("tests/models/test_load.py", "tests/spec/test_safetensors.py", "tests/bench/test_load.py"),
+        "weights from disk to the device, cold and warm, beside plain reads of the same files",
+    ),
+    "state_quality": Bench(
+        "bench.state_quality",
+        ("tests/kernels/test_gated_delta_decode_gpu.py", "tests/bench/test_state_quality.py"),
+        "what recurrent states in bf16 cost: the embedded model and the recurrence alone, beside fp32",
+    ),
     "soak": Bench(
         "bench.soak",
         ("tests/cache", "tests/scheduler/test_prefix.py", "tests/bench/test_soak.py"),

@@ -1,19 +1,20 @@
 """From a checkpoint directory into preallocated parameters of one rank.
 
-Tensors are read with plain file reads through one bounded buffer, never mapped: a file that is replaced or truncated
-while the server runs cannot hurt it, and the peak above the parameters themselves is one buffer and its copy.
+Tensors go through a ring of bounded buffers (``reading``): threads read ahead, and on a GPU the copies, the change of
+dtype and the check of the values run on the device meanwhile. The peak above the parameters themselves is that ring.
 """
 
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from hybserve.core.errors import ModelError
 from hybserve.core.units import MIB
+from hybserve.models.reading import read_ahead
 from hybserve.spec.inventory import Binding, ParamSpec, Source, bind, params_of, tensor_name
 from hybserve.spec.model_spec import ModelSpec
 from hybserve.spec.safetensors import TensorInfo, read_headers
@@ -26,6 +27,8 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _BUFFER = 16 * MIB
 #: Runs shorter than this are cut out of a larger read instead of being read one by one.
 _SHORT_RUN = 64 * 1024
+#: Pieces whose values are checked at once on a GPU: each check waits for the device.
+_UNCHECKED = 256
 #: Elements of dummy weights made at a time, on the host and on a GPU.
 _DUMMY_PIECE, _DUMMY_PIECE_GPU = 1 << 20, 1 << 26
 
@@ -40,6 +43,29 @@ class _Job(NamedTuple):
     runs: list[tuple[int, int]]
 
 
+class _Piece(NamedTuple):
+    """What one read brings: ``shape`` = [blocks, rows, inner] elements from byte ``offset`` of the file, and of these
+    what goes where: (place in the parameter [blocks, some rows, inner], first of those rows)."""
+
+    info: TensorInfo
+    offset: int
+    shape: tuple[int, int, int]
+    cuts: list[tuple[torch.Tensor, int]]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _DTYPES[self.info.dtype]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def used(self) -> int:
+        """Bytes of it that go into parameters."""
+        return sum(target.numel() for target, _ in self.cuts) * self.dtype.itemsize
+
+
 def load_weights(
     model_dir: Path,
     spec: ModelSpec,
@@ -47,7 +73,8 @@ def load_weights(
     params: Mapping[str, torch.Tensor],
     progress: Progress | None = None,
 ) -> None:
-    """Fill ``params`` (contiguous, of ``params_of(spec, share)``'s names and local shapes, any float dtype).
+    """Fill ``params`` (contiguous, of ``params_of(spec, share)``'s names and local shapes, any float dtype, all on one
+    device).
 
     Raises ModelError that names file and tensor if the checkpoint is damaged, does not match the model, or holds
     values that are not finite; parameters may then be half filled.
@@ -58,16 +85,17 @@ def load_weights(
     jobs = [job for param in wanted for job in _jobs(param, share, params[param.name], binding)]
     jobs.sort(key=lambda job: (job.info.file.name, job.info.start))
     total = sum(job.target.numel() * _DTYPES[job.info.dtype].itemsize for job in jobs)
-    buffer, done = bytearray(_BUFFER), 0
-    with torch.no_grad(), _Files() as files:
-        for job in jobs:
-            for target, source in _read(files, job, buffer):
-                _copy(job.info, target, source)
-                done += source.numel() * source.dtype.itemsize
-                if progress is not None:
-                    progress(done, total)
+    device, done = next(iter(params.values())).device, 0
+    with torch.no_grad():
+        checks = _Checks(_UNCHECKED if device.type == "cuda" else 1)
+        for piece, held in read_ahead((piece for job in jobs for piece in _pieces(job)), _BUFFER, device):
+            checks.add(piece, _put(piece, held, device))
+            done += piece.used
+            if progress is not None:
+                progress(done, total)
+        checks.finish()
         if binding.tied_head is not None:
-            _check_tied(files, binding.tied_head, binding.tensors["model.embed_tokens.weight"], buffer)
+            _check_tied(binding.tied_head, binding.tensors["model.embed_tokens.weight"])
 
 
 def dummy_weights(params: Mapping[str, torch.Tensor], seed: int) -> None:
@@ -76,7 +104,7 @@ def dummy_weights(params: Mapping[str, torch.Tensor], seed: int) -> None:
         for name, param in params.items():
             random = torch.Generator(param.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             flat = param.view(-1)
-            for start, count in _pieces(flat.numel(), _DUMMY_PIECE if param.is_cpu else _DUMMY_PIECE_GPU):
+            for start, count in _spans(flat.numel(), _DUMMY_PIECE if param.is_cpu else _DUMMY_PIECE_GPU):
                 flat[start : start + count] = _dummy(name, count, random)
 
 
@@ -132,100 +160,111 @@ def _job(info: TensorInfo, part: torch.Tensor, axis: int, source: Source, unit: 
     return _Job(info, target, rows, runs)
 
 
-def _read(files: "_Files", job: _Job, buffer: bytearray) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs (place in the parameter, values for it) that cover the job; values live until the next pair only."""
+def _pieces(job: _Job) -> Iterator[_Piece]:
+    """Reads of at most one buffer that cover the job, in the order of the file."""
     outer, _, inner = job.target.shape
     size = _DTYPES[job.info.dtype].itemsize
     row_bytes = inner * size
     if outer > 1 and min(rows for _, rows in job.runs) * row_bytes < _SHORT_RUN and job.rows * row_bytes <= _BUFFER:
-        yield from _read_slabs(files, job, buffer)
+        yield from _slabs(job)
         return
     for index in range(outer):
         begin = 0
         for first, rows in job.runs:
-            target = job.target[index, begin : begin + rows].view(-1)
+            target = job.target[index, begin : begin + rows].view(1, -1, 1)
             offset = job.info.start + (index * job.rows + first) * row_bytes
-            for place, count in _pieces(target.numel(), len(buffer) // size):
-                yield target[place : place + count], files.tensor(job.info, offset + place * size, count, buffer)
+            for place, count in _spans(target.numel(), _BUFFER // size):
+                cut = target[:, place : place + count]
+                yield _Piece(job.info, offset + place * size, (1, count, 1), [(cut, 0)])
             begin += rows
 
 
-def _read_slabs(files: "_Files", job: _Job, buffer: bytearray) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """As ``_read`` for short runs: whole outer blocks are read and the runs are cut out of them."""
+def _slabs(job: _Job) -> Iterator[_Piece]:
+    """As ``_pieces`` for short runs: whole outer blocks are read and the runs are cut out of them."""
     outer, _, inner = job.target.shape
-    size = _DTYPES[job.info.dtype].itemsize
-    block = job.rows * inner
-    for start, count in _pieces(outer, len(buffer) // (block * size)):
-        values = files.tensor(job.info, job.info.start + start * block * size, count * block, buffer)
-        slab, begin = values.view(count, job.rows, inner), 0
+    block_bytes = job.rows * inner * _DTYPES[job.info.dtype].itemsize
+    for start, count in _spans(outer, _BUFFER // block_bytes):
+        cuts, begin = [], 0
         for first, rows in job.runs:
-            yield job.target[start : start + count, begin : begin + rows], slab[:, first : first + rows]
+            cuts.append((job.target[start : start + count, begin : begin + rows], first))
             begin += rows
+        yield _Piece(job.info, job.info.start + start * block_bytes, (count, job.rows, inner), cuts)
 
 
-def _pieces(total: int, most: int) -> Iterator[tuple[int, int]]:
+def _spans(total: int, most: int) -> Iterator[tuple[int, int]]:
     """(start, count) pairs that cover [0, total) in steps of at most ``most``."""
     for start in range(0, total, most):
         yield start, min(most, total - start)
 
 
-def _copy(info: TensorInfo, target: torch.Tensor, source: torch.Tensor) -> None:
-    values = source.to(target.dtype)
-    if not _finite(values):
-        what = "values that are not finite"
-        if _finite(source):
-            what = f"values beyond the range of {target.dtype}".replace("torch.", "")
-        raise ModelError(f"{info.file.name}: tensor {info.name} holds {what}")
-    target.copy_(values)
+def _put(piece: _Piece, held: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a piece to where it belongs, on a GPU as soon as the device gets there; the least and the greatest value of
+    what is now there, in fp32 on the device [2 · cuts]. Extremes carry NaN along and cost a twentieth of ``isfinite``.
+    """
+    values = held.view(piece.dtype).view(piece.shape)
+    (target, _), *others = piece.cuts
+    if others or target.shape != values.shape or target.dtype != values.dtype or not target.is_contiguous():
+        values = values.to(device, non_blocking=True)  # a plain copy is the only one that a GPU does by itself
+    extremes: list[torch.Tensor] = []
+    for target, first in piece.cuts:
+        target.copy_(values[:, first : first + target.shape[1]], non_blocking=True)
+        extremes += torch.aminmax(target)
+    return torch.stack(extremes).float()
 
 
-def _finite(values: torch.Tensor) -> bool:
-    """Whether all of at least one value are finite. Extremes carry NaN along and cost a twentieth of ``isfinite``."""
-    low, high = torch.aminmax(values)
-    return math.isfinite(low.item()) and math.isfinite(high.item())
+class _Checks:
+    """Extremes of pieces, looked at ``most`` pieces at a time."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._pieces: list[_Piece] = []
+        self._extremes: list[torch.Tensor] = []
+
+    def add(self, piece: _Piece, extremes: torch.Tensor) -> None:
+        self._pieces.append(piece)
+        self._extremes.append(extremes)
+        if len(self._pieces) >= self._most:
+            self.finish()
+
+    def finish(self) -> None:
+        """Raises ModelError that names the first tensor with a value that is not finite."""
+        if not self._pieces:
+            return
+        finite = torch.cat(self._extremes).isfinite().tolist()
+        owners = [piece for piece, extremes in zip(self._pieces, self._extremes, strict=True) for _ in extremes]
+        self._pieces, self._extremes = [], []
+        for piece, good in zip(owners, finite, strict=True):
+            if not good:
+                raise _refusal(piece)
 
 
-def _check_tied(files: "_Files", head: TensorInfo, embedding: TensorInfo, buffer: bytearray) -> None:
+def _refusal(piece: _Piece) -> ModelError:
+    """Of a piece that is not finite where it was put."""
+    what = "values that are not finite"
+    for _, held in read_ahead([piece], piece.size, torch.device("cpu")):
+        values = held.view(piece.dtype).view(piece.shape)
+        sources = [values[:, first : first + target.shape[1]] for target, first in piece.cuts]
+        if all(bool(source.isfinite().all()) for source in sources):
+            what = f"values beyond the range of {piece.cuts[0][0].dtype}".replace("torch.", "")
+    return ModelError(f"{piece.info.file.name}: tensor {piece.info.name} holds {what}")
+
+
+def _check_tied(head: TensorInfo, embedding: TensorInfo) -> None:
     """A stored head beside a tied embedding must be the embedding, else the checkpoint is not what its config says."""
-    half = len(buffer) // 2
     size = _DTYPES[head.dtype].itemsize
     same = head.dtype == embedding.dtype
-    for place, count in _pieces((head.end - head.start) // size, half // size) if same else ():
-        ours = files.tensor(head, head.start + place * size, count, buffer).clone()
-        same = same and bool(torch.equal(ours, files.tensor(embedding, embedding.start + place * size, count, buffer)))
+    pairs = (
+        _Piece(info, info.start + place * size, (1, count, 1), [])
+        for place, count in (_spans((head.end - head.start) // size, _BUFFER // size) if same else ())
+        for info in (head, embedding)
+    )
+    ours = torch.empty(0)
+    for piece, held in read_ahead(pairs, _BUFFER, torch.device("cpu")):
+        if piece.info is head:
+            ours = held.clone()
+        else:
+            same = same and bool(torch.equal(ours, held))
     if not same:
         raise ModelError(
             f"{head.file.name}: tensor {head.name} differs from the embedding, but config.json says tie_word_embeddings"
         )
-
-
-class _Files:
-    """Open weight files, one handle each, for the duration of a load."""
-
-    def __init__(self) -> None:
-        self._handles: dict[Path, BinaryIO] = {}
-
-    def __enter__(self) -> "_Files":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles.values():
-            handle.close()
-
-    def tensor(self, info: TensorInfo, offset: int, count: int, buffer: bytearray) -> torch.Tensor:
-        """``count`` elements of a tensor from byte ``offset`` of its file, as a view of ``buffer``."""
-        dtype = _DTYPES[info.dtype]
-        view = memoryview(buffer)[: count * dtype.itemsize]
-        try:
-            handle = self._handles.get(info.file)
-            if handle is None:
-                handle = self._handles[info.file] = info.file.open("rb", buffering=0)
-            handle.seek(offset)
-            while view:
-                got = handle.readinto(view)  # type: ignore[attr-defined]
-                if not got:
-                    raise ModelError(f"{info.file.name}: tensor {info.name} ends early; the file changed while read")
-                view = view[got:]
-        except OSError as error:
-            raise ModelError(f"{info.file.name}: cannot be read ({error.strerror})") from None
-        return torch.frombuffer(buffer, dtype=dtype, count=count)

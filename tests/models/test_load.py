@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from hybserve.core.errors import ModelError
-from hybserve.models import load
+from hybserve.models import load, reading
 from hybserve.models.load import dummy_weights, load_weights
 from hybserve.spec.from_hf import read_model_spec
 from hybserve.spec.inventory import params_of
@@ -332,6 +334,67 @@ def test_f80_truncated_between_header_and_read(damaged: Path, monkeypatch: pytes
     monkeypatch.setattr(load, "read_headers", lambda _: headers)
     with pytest.raises(ModelError, match=r"model.safetensors: tensor .* ends early"):
         loaded(damaged)
+
+
+def test_f80_truncated_while_others_are_read(damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file loses its end after some of it was read; whichever thread meets that, the error says so."""
+    monkeypatch.setattr(load, "_BUFFER", 1024)
+    file, spec = damaged / "model.safetensors", read_model_spec(damaged)
+    share = split_ranks(spec)[0]
+
+    def cut(done: int, total: int) -> None:
+        if done > total // 4:
+            os.truncate(file, file.stat().st_size // 2)
+
+    with pytest.raises(ModelError, match=r"model.safetensors: tensor .* ends early"):
+        load_weights(damaged, spec, share, allocate(spec, share), cut)
+
+
+def test_f86_a_file_that_is_replaced_meanwhile(damaged: Path) -> None:
+    """Threads open files for themselves: all read the version that the first one saw, or the load fails."""
+    info = load.read_headers(damaged)[Q]
+    content = info.file.read_bytes()
+    files, view = reading._Files(), memoryview(bytearray(16))
+    files.read(info, info.start, view)
+    info.file.unlink()
+    info.file.write_bytes(content[: info.start] + bytes(len(content) - info.start))
+    files.read(info, info.start, view)
+    assert view == content[info.start : info.start + 16]
+    with ThreadPoolExecutor(1) as other, pytest.raises(ModelError, match=r"model.safetensors: the file changed while"):
+        other.submit(files.read, info, info.start, view).result()
+    files.close()
+
+
+def test_f80_late_checks_name_the_tensor(damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where the values of many pieces are looked at together."""
+    late = load._Checks
+    monkeypatch.setattr(load, "_Checks", lambda most: late(7))
+    assert_equal(loaded(damaged), by_hand(damaged))
+    rewrite(damaged, _poison)
+    with pytest.raises(ModelError, match=rf"tensor {Q} holds values that are not finite"):
+        loaded(damaged)
+    rewrite(damaged, lambda tensors: tensors[Q].fill_(1e6))
+    with pytest.raises(ModelError, match=rf"tensor {Q} holds values beyond the range of float16"):
+        loaded(damaged, dtype=torch.float16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("short_run", [0, 1 << 30])
+def test_a_gpu_gets_the_same(
+    target: torch.dtype, short_run: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_checkpoint(tmp_path, "multimodal_moe", dtype="bfloat16")
+    spec = read_model_spec(path)
+    monkeypatch.setattr(load, "_SHORT_RUN", short_run)
+    monkeypatch.setattr(load, "_BUFFER", 4096)  # many more pieces than buffers
+    for share in (*split_ranks(spec), *split_ranks(spec, 2)):
+        on_gpu = {name: tensor.cuda() for name, tensor in allocate(spec, share, target).items()}
+        load_weights(path, spec, share, on_gpu)
+        assert_equal({name: tensor.cpu() for name, tensor in on_gpu.items()}, loaded(path, share, target))
+    rewrite(path, lambda tensors: tensors["model.language_model.norm.weight"].fill_(math.nan))
+    with pytest.raises(ModelError, match=r"norm\.weight holds values that are not finite"):
+        load_weights(path, spec, share, on_gpu)
 
 
 def test_rotary_tables_are_skipped(damaged: Path, pristine: Path) -> None:
