@@ -46,6 +46,13 @@ def box(pool_P2JGd: torch.Tensor) -> TensorDescriptor:
 
 
 @gluon.jit
+def _place(table, block, page_rows, head_row, PAGE: gl.constexpr, KEYS: gl.constexpr):
+    """Row of ``memory`` where the keys of a block begin; a block before the first is the first."""
+    first = gl.maximum(block, 0) * KEYS
+    return gl.load(table + first // PAGE) * page_rows + head_row + first % PAGE
+
+
+@gluon.jit
 def _fetch(memory, place, ready, target, pred):
     mbarrier.expect(ready, memory.block_type.nbytes, pred=pred)
     tma.async_copy_global_to_shared(memory, [place, 0], ready, target, pred=pred)
@@ -128,6 +135,19 @@ def prefill(
     if steps <= 0:
         return
 
+    run_layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
+    lines = gl.arange(0, QUERIES, layout=gl.SliceLayout(1, run_layout))
+    dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, run_layout))
+    tokens = (begin + offset + lines // MEMBERS).to(gl.int64)
+    heads = kv_head * GROUP + lines % MEMBERS
+    own = ((offset + lines // MEMBERS < count) & (lines % MEMBERS < GROUP))[:, None]
+    queries = gl.load(q + (tokens * HEADS + heads)[:, None] * DIM + dims[None, :], mask=own, other=0.0)
+    head_row = kv_head * PAGE
+    key_place_0 = _place(table, last, page_rows, head_row, PAGE, KEYS)
+    key_place_1 = _place(table, last - 1, page_rows, head_row, PAGE, KEYS)
+    key_place_2 = _place(table, last - 2, page_rows, head_row, PAGE, KEYS)
+    key_place = _place(table, last - 3, page_rows, head_row, PAGE, KEYS)
+
     q_mem = gl.allocate_shared_memory(KIND, [QUERIES, DIM], memory.layout)
     k_mem = gl.allocate_shared_memory(KIND, [3, KEYS, DIM], memory.layout)
     v_mem = gl.allocate_shared_memory(KIND, [2, KEYS, DIM], memory.layout)
@@ -139,21 +159,13 @@ def prefill(
         mbarrier.init(v_ready.index(slot), count=1)
     fence_async_shared()
     _barrier()
-    head_row = kv_head * PAGE
-    for step in gl.static_range(3):
-        first = gl.maximum(last - step, 0) * KEYS
-        place = gl.load(table + first // PAGE) * page_rows + head_row + first % PAGE
-        _fetch(memory, place, k_ready.index(step), k_mem.index(step), step < steps)
-        if step < 2:
-            _fetch(memory, place + KV_HEADS * PAGE, v_ready.index(step), v_mem.index(step), step < steps)
-
-    run_layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
-    lines = gl.arange(0, QUERIES, layout=gl.SliceLayout(1, run_layout))
-    dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, run_layout))
-    tokens = (begin + offset + lines // MEMBERS).to(gl.int64)
-    heads = kv_head * GROUP + lines % MEMBERS
-    own = ((offset + lines // MEMBERS < count) & (lines % MEMBERS < GROUP))[:, None]
-    q_mem.store(gl.load(q + (tokens * HEADS + heads)[:, None] * DIM + dims[None, :], mask=own, other=0.0))
+    VALUES: gl.constexpr = KV_HEADS * PAGE
+    _fetch(memory, key_place_0, k_ready.index(0), k_mem.index(0), True)
+    _fetch(memory, key_place_1, k_ready.index(1), k_mem.index(1), steps > 1)
+    _fetch(memory, key_place_0 + VALUES, v_ready.index(0), v_mem.index(0), True)
+    _fetch(memory, key_place_1 + VALUES, v_ready.index(1), v_mem.index(1), steps > 1)
+    _fetch(memory, key_place_2, k_ready.index(2), k_mem.index(2), steps > 2)
+    q_mem.store(queries)
     fence_async_shared()
     _barrier()
 
@@ -183,10 +195,8 @@ def prefill(
     weights, carry, peak, total = _weigh(scores, peak, total, scale, KIND, weight_layout, sum_layout)
     summed = gl.zeros([QUERIES, DIM], gl.float32, layout=sum_layout)
     # Keys have one of three slots, values one of two; the places are those of the blocks to be fetched.
-    value_place = place + KV_HEADS * PAGE
+    value_place = key_place_2 + VALUES
     middle_place = value_place
-    first = gl.maximum(last - 3, 0) * KEYS
-    key_place = gl.load(table + first // PAGE) * page_rows + head_row + first % PAGE
     slot = 1
     phase = 0
     mbarrier.wait(k_ready.index(1), 0, pred=steps > 1)
@@ -198,9 +208,8 @@ def prefill(
         _fetch(memory, key_place, k_ready.index(free), k_mem.index(free), step + 3 < steps)
         _fetch(memory, value_place, v_ready.index(v_slot ^ 1), v_mem.index(v_slot ^ 1), step > 0)
         value_place = middle_place
-        middle_place = key_place + KV_HEADS * PAGE
-        first = gl.maximum(last - 4 - step, 0) * KEYS
-        key_place = gl.load(table + first // PAGE) * page_rows + head_row + first % PAGE
+        middle_place = key_place + VALUES
+        key_place = _place(table, last - 4 - step, page_rows, head_row, PAGE, KEYS)
 
         summed = gl.inline_asm_elementwise(
             "mul.f32 $0, $1, $2;", "=f,f,f", [summed, carry], dtype=gl.float32, is_pure=False, pack=1
@@ -215,6 +224,9 @@ def prefill(
         mbarrier.wait(k_ready.index(slot), phase, pred=step + 2 < steps)
         summed, weights = warpgroup_mma_wait(0, deps=[summing, weights])
         weights = coming
+    if GATED:  # on its way while the last sums are formed
+        gates = gate + (tokens * gate_token_stride + heads * gate_head_stride)[:, None] + dims[None, :]
+        gated = gl.load(gates, mask=own & (each_share >= blocks), other=0.0)
     v_slot = (steps - 1) & 1
     mbarrier.wait(v_ready.index(v_slot), (steps - 1) >> 1 & 1)
     summing = warpgroup_mma(weights, v_mem.index(v_slot), summed * carry, is_async=True)
@@ -226,9 +238,7 @@ def prefill(
         _barrier()
         result = q_mem.load(run_layout)
         if GATED:
-            gates = gate + (tokens * gate_token_stride + heads * gate_head_stride)[:, None] + dims[None, :]
-            gated = gl.load(gates, mask=own, other=0.0).to(gl.float32)
-            factor = (1.0 / (1.0 + gl.exp(-gated))).to(KIND)
+            factor = (1.0 / (1.0 + gl.exp(-gated.to(gl.float32)))).to(KIND)
             result = (result.to(gl.float32) * factor.to(gl.float32)).to(KIND)
         gl.store(out + (tokens * out_stride + heads * DIM)[:, None] + dims[None, :], result, mask=own)
     else:
