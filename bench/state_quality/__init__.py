@@ -13,14 +13,13 @@ model       the embedded model, activations in fp32, over held-out text: bits pe
             bf16 as the model's own dtype is the last line, to compare with.
 recurrence  ``decode_rows`` at the shape of Qwen3.5-9B against fp64: relative error of the layer's (normed) outputs,
             over the last 16 tokens, and of the state, median and worst of all heads, after up to 32,768 tokens. A head
-            forgets between a tenth and 1e-4 of its state at a token.
+            forgets between a tenth and 1e-4 of its state at a token, and writes much (beta 1/2) or little (1/400).
 
 ``--source``: the package ``wordnet-base`` of Debian (bench.demo.wordnet).
 """
 
 import argparse
 import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,6 +98,7 @@ def of_recurrence() -> dict[str, Any]:
 
 def _summary(error: Error) -> dict[str, Any]:
     return {
+        "writes": error.writes,
         "tokens": error.tokens,
         "state": error.state,
         "outputs": _spread(error.outputs),
@@ -122,11 +122,8 @@ def _lines(figures: dict[str, Any]) -> Iterator[str]:
                     f"same {100 * of['same_token']:7.3f} %  of {of['tokens']}"
                 )
     for of in figures.get("recurrence", {}).get("errors", ()):
-        outputs, states = of["outputs"], of["states"]
-        yield (
-            f"after {of['tokens']:>6}  {of['state']:<20} outputs {outputs['median']:8.1e} worst {outputs['worst']:8.1e}"
-            f"   state {states['median']:8.1e} worst {states['worst']:8.1e}"
-        )
+        spreads = (f"{what} {of[what]['median']:8.1e} worst {of[what]['worst']:8.1e}" for what in ("outputs", "states"))
+        yield f"{of['writes']:<7} after {of['tokens']:>5}  {of['state']:<18} {'  '.join(spreads)}"
 
 
 def main(arguments: list[str]) -> int:
@@ -152,7 +149,3 @@ def main(arguments: list[str]) -> int:
     print("\n".join(_lines(figures)))
     print(record("state_quality", figures, ["python", "-m", "bench", "state_quality", *arguments], ("torch", "triton")))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,9 +1,10 @@
 """The decode recurrence of a Gated DeltaNet layer beside the same in fp64, token after token.
 
 ``decode_rows`` runs as in the engine, with activations in fp32 so that nothing but the state is rounded. Inputs are
-random and shaped as trained models have them: unit queries and keys that share a part (they come out of a SiLU), beta
-around a half, and each head its own pace of forgetting, which varies from token to token. The convolution passes on
-its newest input alone.
+random and shaped as trained models have them: unit queries and keys that share a part (they come out of a SiLU), and
+each head its own pace of forgetting, which varies from token to token. Heads write much or little (``WRITES``): where
+they write little, what a state forgets and learns at a token is far below the distance of two bf16 values. The
+convolution passes on its newest input alone.
 
 Legend: N rows, U value heads, I key heads, K key dim, V value dim, X columns of a projection.
 """
@@ -26,6 +27,8 @@ M1 = (16, 32, 128, 128)
 MARKS = (16, 256, 4096, 32768)
 #: Tokens before a mark whose outputs are compared.
 WINDOW = 16
+#: What beta is the sigmoid of, on average: of much writing a half, of little 1/400.
+WRITES = {"much": 0.0, "little": -6.0}
 #: What a head forgets at one token on average: from the first head to the last one.
 FORGETS = (0.1, 1e-4)
 EPS = 1e-6
@@ -36,6 +39,7 @@ class Error(NamedTuple):
     """Norm of the difference over norm of the truth, of every row and head: over the outputs of a window, and over the
     matrix after it."""
 
+    writes: str
     tokens: int
     state: str
     outputs: torch.Tensor  # [N, U]
@@ -45,8 +49,8 @@ class Error(NamedTuple):
 class Recurrence:
     """The same tokens through pools of each kind. ``step`` takes WINDOW tokens."""
 
-    def __init__(self, heads: tuple[int, int, int, int], rows: int, device: str) -> None:
-        self._heads, self._device = heads, device
+    def __init__(self, heads: tuple[int, int, int, int], rows: int, writes: str, device: str) -> None:
+        self._heads, self._beta = heads, WRITES[writes]
         key_heads, value_heads, key_dim, value_dim = heads
         self._channels = 2 * key_heads * key_dim + value_heads * value_dim
         self._shape = (rows, value_heads, key_dim, value_dim)
@@ -77,7 +81,9 @@ class Recurrence:
 
     def step(self) -> None:
         self._tokens.normal_()
-        self._tokens[..., -self._shape[1] :] *= 0.5  # what the pace of forgetting varies by
+        value_heads = self._shape[1]
+        self._tokens[..., -2 * value_heads : -value_heads] += self._beta
+        self._tokens[..., -value_heads:] *= 0.5  # what the pace of forgetting varies by
         self._true(self._tokens.double())
         for token in range(WINDOW):
             self._lengths += 1
@@ -122,13 +128,13 @@ class Recurrence:
             normed = o * torch.rsqrt((o * o).mean(-1, keepdim=True) + EPS)
             self._true_outputs[token] = normed * F.silu(z[token]).view(o.shape)
 
-    def errors(self, tokens: int) -> Iterator[Error]:
+    def errors(self, writes: str, tokens: int) -> Iterator[Error]:
         truth = self._truth.view(self._shape)
         for name, matrices in self._matrices.items():
             outputs = _relative(self._outputs[name], self._true_outputs, (0, 3))
-            yield Error(tokens, name, outputs, _relative(matrices[1:], truth, (2, 3)))
+            yield Error(writes, tokens, name, outputs, _relative(matrices[1:], truth, (2, 3)))
         rounded = self._true_outputs.bfloat16()
-        yield Error(tokens, "(outputs in bf16)", _relative(rounded, self._true_outputs, (0, 3)), torch.zeros(1))
+        yield Error(writes, tokens, "(outputs in bf16)", _relative(rounded, self._true_outputs, (0, 3)), torch.zeros(1))
 
 
 def _relative(value: torch.Tensor, truth: torch.Tensor, over: tuple[int, ...]) -> torch.Tensor:
@@ -139,12 +145,13 @@ def measure(
     heads: tuple[int, int, int, int], rows: int, marks: tuple[int, ...], device: str
 ) -> tuple[list[Error], torch.Tensor]:
     """Errors at each mark; what each value head forgets at a token on average [U]."""
-    torch.manual_seed(0)
-    recurrence = Recurrence(heads, rows, device)
-    run = repeated(recurrence.step, recurrence.reset, device)
     errors: list[Error] = []
-    for done in range(WINDOW, marks[-1] + 1, WINDOW):
-        run()
-        if done in marks:
-            errors += recurrence.errors(done)
+    for writes in WRITES:
+        torch.manual_seed(0)
+        recurrence = Recurrence(heads, rows, writes, device)
+        run = repeated(recurrence.step, recurrence.reset, device)
+        for done in range(WINDOW, marks[-1] + 1, WINDOW):
+            run()
+            if done in marks:
+                errors += recurrence.errors(writes, done)
     return errors, recurrence.forgets_U.cpu()
