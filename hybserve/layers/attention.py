@@ -61,32 +61,72 @@ class Attention:
 
     def add_to(self, hidden_TD: torch.Tensor, norm: RMSNorm, context: StepContext, frequencies: torch.Tensor) -> None:
         """Add the output for the norm of the residual stream to it, in place (Triton form)."""
-        step, pool, norms = context.step, context.kv_layers[self._index], self._norms
+        step, pool = context.step, context.kv_layers[self._index]
         assert step is not None
-        tokens, heads = hidden_TD.shape[0], (self._q_heads, self._kv_heads, self._dim)
         projected_TX = self._qkv.of_norm(hidden_TD, norm)
-        q_THd = prepare_rows(
-            projected_TX,
-            norms.q_scale_d,
-            norms.k_scale_d,
-            norms.eps,
-            frequencies,
-            step.positions_T,
-            step.locations_T,
-            pool,
-            heads,
-            self._gated,
-        )
-        gate_THd = None
-        if self._gated:
-            q_and_gate = projected_TX[:, : self._query_width].view(tokens, self._q_heads, -1)
-            gate_THd = q_and_gate[..., self._dim :]
-        out_TX = torch.empty(tokens, self._q_heads * self._dim, dtype=hidden_TD.dtype, device=hidden_TD.device)
+        heads = (self._q_heads, self._kv_heads)
+        q_THd = self._prepare(projected_TX, heads, frequencies, step.positions_T, step.locations_T, pool)
+        gate_THd, out_TX = self._gates(projected_TX), self._room(hidden_TD)
         if step.decode is not None:
             decode_rows(q_THd, pool, step.decode, self._scale, gate_THd, out_TX)
         if step.prefill is not None:
             prefill_rows(q_THd, pool, step.prefill, self._scale, gate_THd, out_TX)
         self._o.add_to(hidden_TD, out_TX)
+
+    def add_to_last(
+        self,
+        last_ND: torch.Tensor,
+        hidden_TD: torch.Tensor,
+        norm: RMSNorm,
+        context: StepContext,
+        frequencies: torch.Tensor,
+    ) -> None:
+        """The same where nothing but ``last_ND``, the residual stream of every row's last token, is read afterwards:
+        keys and values of all tokens go to the pool, the output of those alone is computed and added (Triton form)."""
+        step, pool = context.step, context.kv_layers[self._index]
+        assert step is not None
+        assert step.last is not None
+        kv_TX = self._qkv.of_norm(hidden_TD, norm, slice(self._query_width, None))
+        self._prepare(kv_TX, (0, self._kv_heads), frequencies, step.positions_T, step.locations_T, pool)
+        query_NX = self._qkv.of_norm(last_ND, norm, slice(self._query_width))
+        last = step.last
+        q_NHd = self._prepare(query_NX, (self._q_heads, 0), frequencies, last.positions_N, last.positions_N, pool)
+        out_NX = self._room(last_ND)
+        decode_rows(q_NHd, pool, last.queries, self._scale, self._gates(query_NX), out_NX)
+        self._o.add_to(last_ND, out_NX)
+
+    def _prepare(
+        self,
+        projected_TX: torch.Tensor,
+        heads: tuple[int, int],
+        frequencies: torch.Tensor,
+        positions_T: torch.Tensor,
+        locations_T: torch.Tensor,
+        pool: torch.Tensor,
+    ) -> torch.Tensor:
+        """Queries [T, H, d], normed and turned; keys and values to the pool. ``heads``: of q, of kv in ``projected``."""
+        norms = self._norms
+        return prepare_rows(
+            projected_TX,
+            norms.q_scale_d,
+            norms.k_scale_d,
+            norms.eps,
+            frequencies,
+            positions_T,
+            locations_T,
+            pool,
+            (*heads, self._dim),
+            self._gated,
+        )
+
+    def _gates(self, projected_TX: torch.Tensor) -> torch.Tensor | None:
+        if not self._gated:
+            return None
+        q_and_gate = projected_TX[:, : self._query_width].view(len(projected_TX), self._q_heads, -1)
+        return q_and_gate[..., self._dim :]
+
+    def _room(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        return hidden_TD.new_empty(len(hidden_TD), self._q_heads * self._dim)
 
     def _attend(
         self, q_THd: torch.Tensor, k_TJd: torch.Tensor, v_TJd: torch.Tensor, context: StepContext

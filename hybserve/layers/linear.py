@@ -26,9 +26,10 @@ class Linear:
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
         return product(x_TD, self.weight, self._bias)
 
-    def of_norm(self, hidden_TD: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-        """The product with the norm of the residual stream (Triton form)."""
-        return norm_linear(hidden_TD, norm.scale, norm.eps, self.weight, self._bias)
+    def of_norm(self, hidden_TD: torch.Tensor, norm: RMSNorm, outputs: slice = slice(None)) -> torch.Tensor:
+        """The product with the norm of the residual stream, or some outputs of it (Triton form)."""
+        bias = None if self._bias is None else self._bias[outputs]
+        return norm_linear(hidden_TD, norm.scale, norm.eps, self.weight[outputs], bias)
 
 
 class ReducedLinear(Linear):

@@ -66,10 +66,10 @@ class Moe:
             out_TD += self._shared(x_TD) * torch.sigmoid(self._shared_gate(x_TD))
         return out_TD
 
-    def add_to(self, hidden_TD: torch.Tensor, norm: RMSNorm, context: StepContext) -> None:
-        """Add the block's output for the norm of the residual stream to it, in place (Triton form)."""
+    def add_to(self, hidden_TD: torch.Tensor, norm: RMSNorm, real_1: torch.Tensor) -> None:
+        """Add the block's output for the norm of the residual stream to it, in place (Triton form). ``real_1``: how
+        many rows are real, the first ones."""
         self._mesh.require_single()
-        assert context.step is not None
         x_TD = norm(hidden_TD)
         count = self._spec.experts
         scores = linear(x_TD, self._scoring)
@@ -80,7 +80,7 @@ class Moe:
             self._spec.norm_top_k,
             self._gate_up,
             self._down,
-            context.step.tokens_1,
+            real_1,
             shared=None if self._shared is None else self._shared_expert,
             shared_gate_T1=None if self._shared is None else scores[:, count : count + 1],
             out=hidden_TD,

@@ -47,8 +47,9 @@ class Model(ABC):
     def forward(
         self, tokens_T: torch.Tensor, context: StepContext, hidden_TD: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Hidden states [T, D] of a step; of the last stage after the final norm. Reads and writes the pools of the
-        context. A stage that is not the first takes the hidden states of the one before it."""
+        """Hidden states [T, D] of a step; of the last stage after the final norm, and only of the tokens
+        ``step.last`` [N, D] where the context has it. Reads and writes the pools of the context. A stage that is not
+        the first takes the hidden states of the one before it."""
         assert self.share.first == (hidden_TD is None), "hidden states come from the stage before, and only from there"
         if not self._bound:
             self.bind()

@@ -75,10 +75,30 @@ class DecoderLayer:
             self._delta.add_to(hidden_TD, self._input_norm, context)
         elif self._attention is not None and frequencies is not None:
             self._attention.add_to(hidden_TD, self._input_norm, context, frequencies)
+        assert context.step is not None
+        self._add_mlp_to(hidden_TD, context.step.tokens_1)
+
+    def of_last(self, hidden_TD: torch.Tensor, context: StepContext, frequencies: torch.Tensor | None) -> torch.Tensor:
+        """What ``add_to`` makes of the last token of every row, [N, D], and for the other tokens only what the pools
+        get; ``hidden_TD`` is left in any state (Triton form)."""
+        assert context.step is not None
+        last = context.step.last
+        assert last is not None
+        if self._attention is not None and frequencies is not None:
+            last_ND = hidden_TD.index_select(0, last.at_N)
+            self._attention.add_to_last(last_ND, hidden_TD, self._input_norm, context, frequencies)
+        else:
+            if self._delta is not None:
+                self._delta.add_to(hidden_TD, self._input_norm, context)
+            last_ND = hidden_TD.index_select(0, last.at_N)
+        self._add_mlp_to(last_ND, last.rows_1)
+        return last_ND
+
+    def _add_mlp_to(self, hidden_TD: torch.Tensor, real_1: torch.Tensor) -> None:
         if self._mlp is not None:
             self._mlp.add_to(hidden_TD, self._post_norm)
         elif self._moe is not None:
-            self._moe.add_to(hidden_TD, self._post_norm, context)
+            self._moe.add_to(hidden_TD, self._post_norm, real_1)
 
 
 class QwenHybrid(Model):
@@ -128,9 +148,15 @@ class QwenHybrid(Model):
         return hidden_TD if self._norm is None else self._norm(hidden_TD)
 
     def _forward_rows(self, hidden_TD: torch.Tensor, context: StepContext) -> torch.Tensor:
+        assert context.step is not None
         frequencies = None if self._rotary is None else self._rotary.frequencies
-        for layer in self._layers:
+        whole, ending = self._layers, self._layers[:0]
+        if self.share.last and context.step.last is not None:
+            whole, ending = self._layers[:-1], self._layers[-1:]
+        for layer in whole:
             layer.add_to(hidden_TD, context, frequencies)
+        for layer in ending:
+            hidden_TD = layer.of_last(hidden_TD, context, frequencies)
         return hidden_TD if self._norm is None else self._norm(hidden_TD)
 
     def _rehearse(self, tokens_T: torch.Tensor, context: StepContext) -> None:
@@ -140,6 +166,9 @@ class QwenHybrid(Model):
         kinds = self.share.layer_specs(self.spec)
         for kind in dict.fromkeys(kinds):
             self._layers[kinds.index(kind)].add_to(hidden_TD, context, frequencies)
+        assert context.step is not None
+        if self.share.last and context.step.last is not None:
+            hidden_TD = self._layers[-1].of_last(hidden_TD, context, frequencies)
         if self._norm is not None:
             self._norm(hidden_TD)
 

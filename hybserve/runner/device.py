@@ -5,6 +5,7 @@ running one is written, sent and queued while the device works. A step is three 
 
     before   new pages into the block tables, copies of pages and states        launched one by one, if there are any
     body     token ids, all layers, hidden states of the sampled rows gathered   one captured graph, by shape
+             (of the last layer only what the last token of every row needs, unless the prompt is scored)
     head     logits, the likeliest token of each row, the token pool            one captured graph, by number of rows
 
 and after them what few steps need: other sampling than the plain argmax, log-probabilities, checkpoints of decode rows.
@@ -142,7 +143,7 @@ class DeviceExecutor:
     def _largest(self) -> Shape:
         limits, running = self._limits, self._limits.max_running
         tiles = limits.step_tokens // TILE + running
-        return Shape(limits.step_tokens, running, running, tiles, self._staging.table_width)
+        return Shape(limits.step_tokens, running, running, tiles, self._staging.table_width, running)
 
     def _usual_shapes(self, rows: list[int]) -> list[Shape]:
         """Largest first: the graphs share one pool of memory."""
@@ -168,14 +169,14 @@ class DeviceExecutor:
 
     def _step(self, step: Step, launched: _Launched) -> None:
         plan, limits = step.plan, self._limits
-        scored = [self._sequences[seq].prompt is not None for seq in plan.seqs]
-        shape = exact_room(step.shape(limits), limits, self._staging.table_width)
-        if not any(scored):
+        scored = any(True for _ in scored_rows(plan, step.packed, self._sequences))
+        shape = exact_room(step.shape(limits, scored), limits, self._staging.table_width)
+        if not scored:
             shape = self._bodies.room_for(shape) or shape
         lists = self._staging.send(step, shape, self._sequences)
         self._before(lists)
         hidden_TD = self._bodies.run(shape, self._body)
-        if any(scored):
+        if scored:
             self._score(step, hidden_TD, launched)
         if plan.sample_rows:
             self._sample(plan, launched)

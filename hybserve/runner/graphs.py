@@ -71,11 +71,14 @@ class Graphs(Generic[Room]):
 
 def _holds(room: object, need: object) -> bool:
     if isinstance(room, Shape) and isinstance(need, Shape):
-        kinds = bool(room.decode_rows) == bool(need.decode_rows) and bool(room.prefill_rows) == bool(need.prefill_rows)
-        return kinds and all(have >= wanted for have, wanted in zip(room, need, strict=True))
+        return _kind(room) == _kind(need) and all(have >= wanted for have, wanted in zip(room, need, strict=True))
     assert isinstance(room, int)
     assert isinstance(need, int)
     return room >= need
+
+
+def _kind(shape: Shape) -> tuple[bool, ...]:
+    return bool(shape.decode_rows), bool(shape.prefill_rows), bool(shape.last)
 
 
 def _size(room: object) -> tuple[int, ...]:
@@ -95,12 +98,13 @@ def graph_rooms(limits: EngineLimits, table_width: int, rows: list[int]) -> list
     """The shapes that get a graph, largest first: decode rows alone by their number, and steps with prefill rows by
     tokens, few or many rows, with and without decode rows."""
     running = limits.max_running
-    shapes = [Shape(count, count, 0, 0, table_width) for count in rows]
+    shapes = [Shape(count, count, 0, 0, table_width, 0) for count in rows]
     for tokens in (tokens for tokens in _TOKENS if tokens <= limits.step_tokens):
         most = min(running, tokens)
         for prefill in {min(_FEW_ROWS, most), most}:
             tiles = tokens // TILE + prefill
-            shapes += [Shape(tokens, decode, prefill, tiles, table_width) for decode in (0, most)]
+            for decode in (0, most):
+                shapes.append(Shape(tokens, decode, prefill, tiles, table_width, min(running, decode + prefill)))
     return sorted(shapes, key=_size, reverse=True)
 
 

@@ -4,7 +4,8 @@ The buffer on the device is one and the same for every step, so that captured gr
 copies and steps follow one another on one stream. The host's side is a ring, because a copy may still be under way
 while the next plan is written.
 
-    words   [real tokens | sampled positions, sequences, outputs: max_running each | rows of the shape | lists]
+    words   [real tokens, real rows | places of sampled rows in what is read, their sequences and outputs: max_running
+             each | rows of the shape | lists]
 
 Legend: T packed tokens, N decode rows, R prefill rows, X tiles, S sequences, M pages of a block table.
 """
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from hybserve_kernels.rows import TILE, DecodeRows, DeviceStep, PrefillRows
+from hybserve_kernels.rows import TILE, DecodeRows, DeviceStep, LastTokens, PrefillRows
 
 from hybserve.core.messages import StepPlan
 from hybserve.plan.floors import pages_of
@@ -23,18 +24,22 @@ from hybserve.runner.sequences import Sequences
 
 #: Steps whose words may be under way at once: one runs, one waits, one is written.
 _RING = 3
-_HEAD = 16  # words before the first section
+_HEAD = 16  # words before the first section: real tokens, real rows
+_LAST = -4  # the sections about last tokens
+_TILE_ROWS = _LAST - 3
 _ALIGNED = 4  # words; every section and list begins at 16 bytes
 
 
 class Shape(NamedTuple):
-    """Room of a step: of a captured graph, or exactly what one plan needs. ``pages``: width of its block tables."""
+    """Room of a step: of a captured graph, or exactly what one plan needs. ``pages``: width of its block tables;
+    ``last``: rows whose last tokens alone are read, 0 = all tokens are."""
 
     tokens: int
     decode_rows: int
     prefill_rows: int
     tiles: int
     pages: int
+    last: int
 
     @property
     def sizes(self) -> list[int]:
@@ -43,7 +48,8 @@ class Shape(NamedTuple):
 
     @property
     def counts(self) -> list[int]:
-        return [self.tokens] * 4 + [self.decode_rows] * 3 + [self.prefill_rows] * 6 + [self.tiles] * 3
+        rows = [self.decode_rows] * 3 + [self.prefill_rows] * 6 + [self.tiles] * 3
+        return [self.tokens] * 4 + rows + [self.last] * 4
 
     @property
     def words(self) -> int:
@@ -70,8 +76,8 @@ class Step(NamedTuple):
     places: list[int]
     pages: list[int]
 
-    def shape(self, limits: EngineLimits) -> Shape:
-        """The least room it needs."""
+    def shape(self, limits: EngineLimits, scored: bool) -> Shape:
+        """The least room it needs. ``scored``: tokens inside its rows are read, not only the last ones."""
         counts = self.packed.counts[self.decoding :]
         ends = self.packed.starts + self.packed.counts
         return Shape(
@@ -80,6 +86,7 @@ class Step(NamedTuple):
             prefill_rows=len(counts),
             tiles=int((-(-counts // TILE)).sum()),
             pages=pages_of(int(ends.max()), limits.page_size),
+            last=0 if scored or not len(counts) else len(ends),
         )
 
 
@@ -99,7 +106,7 @@ class Staging:
         running, tokens = limits.max_running, limits.step_tokens
         self._room = room = -(-running // _ALIGNED) * _ALIGNED  # of each of the sampled columns
         self._rows_at = _HEAD + 3 * room
-        largest = Shape(tokens, running, running, tokens // TILE + running, self.table_width)
+        largest = Shape(tokens, running, running, tokens // TILE + running, self.table_width, running)
         lists = 2 * running * self.table_width + 8 * (tokens // TILE + 2 * running) + 64
         size = self._rows_at + largest.words + lists
         self.device_words = torch.zeros(size, dtype=torch.int32, device=device)
@@ -114,7 +121,7 @@ class Staging:
         """Token ids [T] (SAMPLED still inside), the sequences they belong to [T], and the rows of a step of this shape.
         The block tables are gathered on the device at the time of the call, or of the replay."""
         tokens, seqs, *sections = self._sections(self.device_words, shape)
-        positions, locations_T, lengths, slots, decode_seqs, *prefill = sections
+        positions, locations_T, lengths, slots, decode_seqs, *prefill = sections[:_LAST]
         tables_SM = tables_SM[:, : shape.pages]
         decode = None
         if shape.decode_rows:
@@ -126,7 +133,13 @@ class Staging:
             rows = PrefillRows(
                 shape.prefill_rows, shape.tiles, begins, counts, starts, slots, tables_RM, first_tiles, *tiles
             )
-        return tokens, seqs, DeviceStep(self.device_words[:1], positions, locations_T, decode, rows)
+        last = None
+        if shape.last:
+            at, last_positions, lengths, last_seqs = sections[_LAST:]
+            no_slots = at[:0]  # attention has none
+            queries = DecodeRows(shape.last, lengths, no_slots, tables_SM.index_select(0, last_seqs))
+            last = LastTokens(self.device_words[1:2], at, last_positions, queries)
+        return tokens, seqs, DeviceStep(self.device_words[:1], positions, locations_T, decode, rows, last)
 
     def _sections(self, words: torch.Tensor, shape: Shape) -> list[torch.Tensor]:
         at = self._rows_at
@@ -190,7 +203,7 @@ class Staging:
         host[at : at + shape.words].zero_()
         sections = self._sections(host, shape)
         sections[3].fill_(-1)  # locations
-        sections[-3].fill_(-1)  # rows of tiles
+        sections[_TILE_ROWS].fill_(-1)
         host[_HEAD + self._room : _HEAD + 2 * self._room].fill_(-1)  # sampled sequences
 
     def _fill(self, host: torch.Tensor, step: Step, shape: Shape, sequences: Sequences) -> None:
@@ -202,11 +215,12 @@ class Staging:
         samples = len(plan.sample_rows)
         at, seqs, outputs = words[_HEAD : self._rows_at].reshape(3, self._room)
         at[:] = 0
-        at[:samples] = packed.bounds[1:][plan.sample_rows] - 1
+        ends = packed.bounds[1:] - 1
+        at[:samples] = plan.sample_rows if shape.last else ends[plan.sample_rows]
         seqs[:samples] = plan.sample_seqs
         outputs[:samples] = plan.sample_outputs
         sections = [section.numpy() for section in self._sections(host, shape)]
-        tokens, seqs, positions, places, lengths, slots, decode_seqs, *prefill = sections
+        tokens, seqs, positions, places, lengths, slots, decode_seqs, *prefill = sections[:_LAST]
         all_seqs = np.asarray(plan.seqs, dtype=np.int32)
         tokens[:count] = plan.tokens
         seqs[:count] = all_seqs[packed.rows_T]
@@ -224,6 +238,13 @@ class Staging:
         decode_seqs[:decoding] = all_seqs[:decoding]
         if decoding < len(plan.seqs):
             self._fill_prefill(step, all_seqs, prefill)
+        if shape.last:
+            rows = words[1] = len(ends)
+            last_at, last_positions, last_lengths, last_seqs = sections[_LAST:]
+            last_at[:rows] = ends
+            last_lengths[:rows] = packed.starts + packed.counts
+            last_positions[:rows] = last_lengths[:rows] - 1
+            last_seqs[:rows] = all_seqs
 
     def _fill_prefill(self, step: Step, all_seqs: Ints, sections: list[Ints]) -> None:
         plan, packed, decoding = step.plan, step.packed, step.decoding

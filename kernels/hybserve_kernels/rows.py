@@ -45,6 +45,16 @@ class PrefillRows(NamedTuple):
     exports_X: torch.Tensor  # slot that the state after this tile goes to as a checkpoint; 0 = none
 
 
+class LastTokens(NamedTuple):
+    """The last token of every row, in the order of the rows: all that is read of the hidden states where only sampled
+    tokens have logits. Each is like a row of one token that sees all of its row's tokens."""
+
+    rows_1: torch.Tensor  # how many are real: the first
+    at_N: torch.Tensor  # packed index
+    positions_N: torch.Tensor
+    queries: DecodeRows
+
+
 class DeviceStep(NamedTuple):
     """All rows of a step. A kind that the step (or the captured graph) has no room for is None."""
 
@@ -53,3 +63,4 @@ class DeviceStep(NamedTuple):
     locations_T: torch.Tensor  # page · G + offset where the token's key and value go; -1 = nowhere
     decode: DecodeRows | None
     prefill: PrefillRows | None
+    last: LastTokens | None = None  # if given, the last layer's output is needed for these alone

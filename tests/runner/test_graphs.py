@@ -42,7 +42,8 @@ def test_a_step_takes_the_smallest_room_of_its_own_kind(graphs: Graphs) -> None:
     limits = EngineLimits(64, 40, 12, 24, 512, 512, 256, "float32", "float32", "float32")
     for shape in graph_rooms(limits, 16, buckets_of(limits.max_running)):
         graphs.capture(shape, lambda _: torch.zeros(1))
-    assert graphs.room_for(exact_room(Shape(5, 5, 0, 0, 3), limits, 16)) == Shape(8, 8, 0, 0, 16)
-    assert graphs.room_for(exact_room(Shape(100, 0, 1, 2, 3), limits, 16)) == Shape(128, 0, 4, 6, 16)
-    assert graphs.room_for(exact_room(Shape(103, 3, 9, 11, 3), limits, 16)) == Shape(128, 24, 24, 26, 16)
-    assert graphs.room_for(exact_room(Shape(513, 1, 1, 8, 3), limits, 16)) is None
+    assert graphs.room_for(exact_room(Shape(5, 5, 0, 0, 3, 0), limits, 16)) == Shape(8, 8, 0, 0, 16, 0)
+    assert graphs.room_for(exact_room(Shape(100, 0, 1, 2, 3, 1), limits, 16)) == Shape(128, 0, 4, 6, 16, 4)
+    assert graphs.room_for(exact_room(Shape(103, 3, 9, 11, 3, 12), limits, 16)) == Shape(128, 24, 24, 26, 16, 24)
+    assert graphs.room_for(exact_room(Shape(513, 1, 1, 8, 3, 2), limits, 16)) is None
+    assert graphs.room_for(exact_room(Shape(100, 0, 1, 2, 3, 0), limits, 16)) is None  # all tokens are read: no graph

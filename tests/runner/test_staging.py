@@ -32,7 +32,7 @@ def send(shape_of) -> tuple:
     starts = [SequenceStart(seq, 1, 0, SamplingParams(), [], 10, 0) for seq in (1, 2, 3, 4)]
     step = make_step(plan, *sequences.begin(plan, starts))
     staging = Staging(LIMITS, torch.device("cpu"))
-    shape = shape_of(step.shape(LIMITS))
+    shape = shape_of(step.shape(LIMITS, scored=False))
     lists = staging.send(step, shape, sequences)
     tables = torch.zeros(LIMITS.max_running, WIDTH, dtype=torch.int32)
     tables.view(-1)[lists.table_places.long()] = lists.table_pages
@@ -43,7 +43,7 @@ def test_rows_tiles_and_lists_say_what_the_plan_says() -> None:
     for shape_of in (
         lambda need: need,
         lambda need: exact_room(need, LIMITS, WIDTH),
-        lambda _: Shape(512, 6, 6, 14, 8),
+        lambda _: Shape(512, 6, 6, 14, 8, 6),
     ):
         staging, lists, tokens, seqs, step = send(shape_of)
         assert step.tokens_1.tolist() == [137]
@@ -74,21 +74,36 @@ def test_rows_tiles_and_lists_say_what_the_plan_says() -> None:
         assert lists.state_copies_X2.tolist() == [[3, 7]]
         assert lists.state_exports_X2.tolist() == [[6, 9]]
         assert lists.exported_X.tolist() == [9, 10, 11]
-        assert staging.sample_at[:3].tolist() == [0, 1, 136]
+        assert staging.sample_at[:3].tolist() == [0, 1, 3]
+        last = step.last
+        assert last.rows_1.tolist() == [4]
+        assert last.at_N[:4].tolist() == [0, 1, 131, 136]
+        assert last.positions_N[:4].tolist() == [70, 63, 193, 4]
+        assert last.queries.lengths_N[:4].tolist() == [71, 64, 194, 5]
+        assert set(last.queries.lengths_N[4:].tolist()) <= {0}
+        assert last.queries.tables_NM[2, :4].tolist() == [14, 15, 16, 17]
         assert staging.sample_seqs.tolist() == [2, 4, 3, -1, -1, -1]
         assert staging.sample_outputs[:3].tolist() == [9, 8, 0]
+
+
+def test_where_the_prompt_is_scored_samples_are_at_their_tokens() -> None:
+    staging, _, _, _, step = send(lambda need: need._replace(last=0))
+    assert step.last is None
+    assert staging.sample_at[:3].tolist() == [0, 1, 136]
 
 
 def test_an_empty_step_is_all_padding() -> None:
     staging = Staging(LIMITS, torch.device("cpu"))
     staging.device_words.fill_(7)
-    shape = Shape(128, 6, 6, 8, WIDTH)
+    shape = Shape(128, 6, 6, 8, WIDTH, 6)
     staging.send_empty(shape)
     tokens, _, step = staging.views(shape, torch.zeros(6, WIDTH, dtype=torch.int32))
     assert step.tokens_1.tolist() == [0]
     assert not tokens.any()
     assert set(step.locations_T.tolist()) == {-1}
     assert not step.decode.lengths_N.any()
+    assert not step.last.rows_1.any()
+    assert not step.last.queries.lengths_N.any()
     assert not step.prefill.counts_R.any()
     assert set(step.prefill.tile_rows_X.tolist()) == {-1}
     assert set(staging.sample_seqs.tolist()) == {-1}
