@@ -96,6 +96,7 @@ class Reader:
         for dtype in {kind.dtype: None for kind in KINDS}:
             models[dtype] = build_model(spec, split_ranks(spec)[0], dtype, device, triton=True)
             load_weights(directory, spec, split_ranks(spec)[0], models[dtype].params)
+            models[dtype].bind()
         self._subjects = [Subject(kind, models[kind.dtype], spec, rows, tokens, device) for kind in KINDS]
         self._slots_N = torch.arange(1, rows + 1, dtype=torch.int32, device=device)
         self._counts_N, self._given_N = torch.zeros(2, rows, dtype=torch.int32, device=device).unbind(0)
@@ -152,9 +153,9 @@ class Reader:
     def _decode(self) -> None:
         place_N = self._place_1.int().expand(self._rows)
         in_use_N = place_N < self._counts_N - 1  # the last token predicts nothing
-        lengths_N = torch.where(in_use_N, place_N + 1, 0)
+        lengths_N = (place_N + 1).masked_fill(~in_use_N, 0)
         page_N = self._subjects[0].tables_NM.index_select(1, self._place_1 // TILE)[:, 0]
-        locations_N = torch.where(in_use_N, page_N * TILE + place_N % TILE, -1)
+        locations_N = (page_N * TILE + place_N % TILE).masked_fill(~in_use_N, -1)
         real_1 = torch.full_like(self._place_1, self._rows, dtype=torch.int32)
         truth = None
         for subject, sums in zip(self._subjects, self._sums, strict=True):
@@ -227,7 +228,7 @@ class Reader:
         apart_T = (truth_TC.exp() * (truth_TC - scores_TC)).sum(-1)
         same_T = truth_TC.argmax(-1) == scores_TC.argmax(-1)
         seen_3T = torch.stack((nats_T, apart_T, same_T.float()))
-        sums += torch.where(in_use_T, seen_3T, 0.0).double().sum(1)
+        sums += seen_3T.masked_fill(~in_use_T, 0.0).double().sum(1)
         return truth_TC
 
 
