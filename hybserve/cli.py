@@ -32,10 +32,14 @@ def cli() -> None:
 @_SET
 def serve(file: str | None, sets: tuple[str, ...]) -> None:
     """Serve the model of FILE (YAML) over HTTP; without a FILE, the small one that comes along."""
-    from hybserve.config.load import load_deployment
-    from hybserve.launch.serve import serve as run
+    from hybserve.launch.ahead import engine_ahead
 
-    sys.exit(run(load_deployment(file, sets)))
+    with engine_ahead() as ahead:
+        from hybserve.config.load import load_deployment
+        from hybserve.launch.serve import serve as run
+
+        code = run(load_deployment(file, sets), ahead)
+    sys.exit(code)
 
 
 @cli.command()

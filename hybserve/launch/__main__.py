@@ -1,16 +1,24 @@
 """``python -m hybserve.launch ROLE``: one role as a process."""
 
+import os
 import sys
 
 import msgspec
 
-from hybserve.launch.role import RoleStart, enter
-from hybserve.launch.roles import ROLES
+from hybserve.core.errors import EXIT_OK
+from hybserve.launch.role import RoleStart, die_with_parent, enter
+from hybserve.launch.roles import ROLES, prepare_engine
 
 
 def main() -> int:
-    start = msgspec.json.decode(sys.stdin.buffer.read(), type=RoleStart)
-    return enter(start, ROLES[sys.argv[1]])
+    role = sys.argv[1]
+    if role == "engine":
+        die_with_parent(os.getppid())
+        prepare_engine()
+    told = sys.stdin.buffer.read()
+    if not told:  # it was refused what it was started for
+        return EXIT_OK
+    return enter(msgspec.json.decode(told, type=RoleStart), ROLES[role])
 
 
 if __name__ == "__main__":

@@ -51,10 +51,17 @@ class RoleFailed(Exception):
 class Role:
     """One started role, as the parent sees it."""
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes], control: Channel[ToLaunch, FromLaunch]) -> None:
+    def __init__(
+        self,
+        name: str,
+        process: subprocess.Popen[bytes],
+        control: Channel[ToLaunch, FromLaunch],
+        descriptors: dict[str, int],
+    ) -> None:
         self.name = name
         self.process = process
         self.control = control
+        self._descriptors = descriptors
         self.ready: Ready | None = None
         self.busy = False
         self.heard = self.progressed = time.monotonic()
@@ -62,6 +69,13 @@ class Role:
         self._working = self.heard  # when its process was last seen to work
         self._worked = 0.0  # its processor time then, in seconds
         self._progress = -1
+
+    def tell(self, arguments: Callable[[dict[str, int]], bytes]) -> None:
+        """Write its start arguments to its standard input. ``arguments`` gets the descriptors that it inherited by
+        name, ``control`` among them."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self.process.stdin as pipe:  # an early death is noticed by `poll`
+            pipe.write(arguments(self._descriptors))
 
     def hear(self, message: ToLaunch) -> None:
         """Note one message. Raises RoleFailed on Fatal."""
@@ -110,10 +124,10 @@ class Role:
 class RoleGroup:
     """All roles of one server. As a context manager it leaves no process behind, whatever happened."""
 
-    def __init__(self, silence: float) -> None:
+    def __init__(self, silence: float = _STUCK) -> None:
         """``silence``: seconds without a sign of life after which a role that was ready counts as lost."""
         self.roles: dict[str, Role] = {}
-        self._silence = silence
+        self.silence = silence
 
     def __enter__(self) -> Self:
         return self
@@ -123,17 +137,10 @@ class RoleGroup:
     ) -> None:
         self.kill()
 
-    def start(
-        self,
-        name: str,
-        links: Mapping[str, socket.socket],
-        arguments: Callable[[dict[str, int]], bytes],
-        command: Sequence[str] | None = None,
-    ) -> Role:
-        """Start ``python -m hybserve.launch NAME`` (or ``command``) with ``arguments`` on its standard input.
+    def start(self, name: str, links: Mapping[str, socket.socket], command: Sequence[str] | None = None) -> Role:
+        """Start ``python -m hybserve.launch NAME`` (or ``command``), which waits for what `Role.tell` writes.
 
-        The role inherits ``links``, which are closed here, and its end of a control link made here; ``arguments``
-        gets the descriptors by name, ``control`` among them.
+        The role inherits ``links``, which are closed here, and its end of a control link made here.
         """
         control, peer = socket.socketpair()
         inherited = {**links, "control": peer}
@@ -144,14 +151,10 @@ class RoleGroup:
             process_group=0,
             env=child_environment(),
         )
-        role = Role(name, process, Channel(control, Codec(ToLaunch), Codec(FromLaunch)))
-        self.roles[name] = role
         descriptors = {link: item.fileno() for link, item in inherited.items()}
         for item in inherited.values():
             item.close()
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # an early death is noticed by `poll`
-            pipe.write(arguments(descriptors))
+        role = self.roles[name] = Role(name, process, Channel(control, Codec(ToLaunch), Codec(FromLaunch)), descriptors)
         return role
 
     @property
@@ -209,7 +212,7 @@ class RoleGroup:
                 raise RoleFailed(role.name, reason)
 
     def _check_silence(self, role: Role, now: float) -> None:
-        limit = self._silence if role.ready else _START_SILENCE
+        limit = self.silence if role.ready else _START_SILENCE
         silent = role.silent_for(now)
         if silent > _STUCK / 2 and role.idle_for(now) > _STUCK / 2:
             limit = min(limit, _STUCK)
@@ -254,5 +257,7 @@ def child_environment() -> dict[str, str]:
 def _bury(role: Role) -> None:
     """Kill what is left of the role and its group, reap it, close the link."""
     role.kill()
+    if role.process.stdin is not None:
+        role.process.stdin.close()
     role.process.wait()
     role.control.close()

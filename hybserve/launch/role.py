@@ -30,6 +30,7 @@ class RoleStart(msgspec.Struct, frozen=True):
 
     role: str
     parent: int  # process id, to notice a parent that died before the child could arm itself
+    told: float  # when the parent wrote this, by the monotonic clock
     deployment: str  # Deployment.to_json
     plan: Plan
     spec: ModelSpec

@@ -1,7 +1,9 @@
 """What each role's process runs: its links turned into channels, then the role's own ``run``."""
 
+import importlib
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from hybserve.core.messages import FromLaunch, FromScheduler, Loading, Ready, ToApi, ToLaunch, ToScheduler, ToText
@@ -36,10 +38,17 @@ def _text(start: RoleStart) -> None:
     run(Deployment.from_json(start.deployment), start.facts, [api], engine, _control(start))
 
 
+def prepare_engine() -> None:
+    """All that the engine needs no arguments for. An import that fails is tried again where it can be told."""
+    claim_cores()
+    with suppress(ImportError):
+        for name in ("hybserve.runner.main", "hybserve.scheduler.main"):
+            importlib.import_module(name)
+
+
 def _engine(start: RoleStart) -> None:
     """Scheduler and runner in one process and one thread."""
-    stages = Stages()
-    claim_cores()
+    stages = Stages(start.told)
     from hybserve.config.deployment import Deployment
     from hybserve.runner.main import build_runner
     from hybserve.runner.memory import drift

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import time
+from functools import partial
 
 import msgspec
 import psutil
@@ -14,6 +15,7 @@ from hybserve.config.deployment import SILENCE, Deployment
 from hybserve.config.load import check_servable
 from hybserve.core.errors import EXIT_OK, ConfigError, HybserveError
 from hybserve.core.messages import Drain, Ready, Stop
+from hybserve.launch.ahead import Ahead
 from hybserve.launch.group import RoleFailed, RoleGroup
 from hybserve.launch.prepare import Prepared, model_directory, prepare
 from hybserve.launch.progress import LoadProgress
@@ -33,10 +35,10 @@ _ABORT = 5.0  # seconds in which a role may end by itself once it was told to st
 _DRAIN_SLACK = 5.0  # seconds beyond server.drain_timeout until a drain is cut off
 
 
-def serve(deployment: Deployment, silence: float | None = None) -> int:
+def serve(deployment: Deployment, ahead: Ahead, silence: float | None = None) -> int:
     """Serve until SIGTERM or SIGINT (a drain, exit code 0) or until a role is lost. Returns the exit code."""
     log.setup("launch", deployment.log.level, deployment.log.format)
-    clock = StageClock()
+    clock, group = StageClock(), ahead.roles
     try:
         check_servable(deployment)
         directory = model_directory(deployment)
@@ -47,9 +49,10 @@ def serve(deployment: Deployment, silence: float | None = None) -> int:
     except HybserveError as error:
         print(f"hybserve: {error}", file=sys.stderr)
         return error.exit_code
-    with StopSignals() as signals, RoleGroup(silence or SILENCE[prepared.backend]) as group:
+    group.silence = silence or SILENCE[prepared.backend]
+    with StopSignals() as signals:
         try:
-            return _run(prepared, listener, group, signals, clock)
+            return _run(prepared, listener, ahead, signals, clock)
         except RoleFailed as failure:
             event(logger, "error", "a role is lost, the server ends", lost=failure.role, reason=failure.reason)
             print(f"hybserve: {failure}", file=sys.stderr)
@@ -94,10 +97,11 @@ class StageClock(Stages):
         self.times += [(name, rest), *parts]
 
 
-def _run(prepared: Prepared, listener: socket.socket, group: RoleGroup, signals: StopSignals, clock: StageClock) -> int:
+def _run(prepared: Prepared, listener: socket.socket, ahead: Ahead, signals: StopSignals, clock: StageClock) -> int:
     host, port = _reachable(prepared.deployment.server.host), listener.getsockname()[1]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    _start_roles(prepared, listener, group)
+    group = ahead.roles
+    _start_roles(prepared, listener, ahead)
     weights = sum(stage.weight_bytes for stage in prepared.plan.stages)
     with LoadProgress(weights) as progress:
         while not group.ready and not signals.count():
@@ -116,22 +120,21 @@ def _run(prepared: Prepared, listener: socket.socket, group: RoleGroup, signals:
     return EXIT_OK
 
 
-def _start_roles(prepared: Prepared, listener: socket.socket, group: RoleGroup) -> None:
+def _start_roles(prepared: Prepared, listener: socket.socket, ahead: Ahead) -> None:
+    """Tell the engine what it shall do, and start those who stand before it."""
+    group = ahead.roles
     api_text, text_api = socket.socketpair()
-    text_engine, engine_text = socket.socketpair()
-    links = {
-        "api": {"listener": listener, "text": api_text},
-        "text": {"api": text_api, "engine": text_engine},
-        "engine": {"text": engine_text},
-    }
-    for name, sockets in links.items():
-        group.start(name, sockets, lambda descriptors, name=name: _arguments(prepared, name, descriptors))  # type: ignore[misc]
+    group.start("api", {"listener": listener, "text": api_text})
+    group.start("text", {"api": text_api, "engine": ahead.to_engine})
+    for name in ("engine", "api", "text"):
+        group.roles[name].tell(partial(_arguments, prepared, name))
 
 
 def _arguments(prepared: Prepared, role: str, descriptors: dict[str, int]) -> bytes:
     start = RoleStart(
         role=role,
         parent=os.getpid(),
+        told=time.monotonic(),
         deployment=prepared.deployment.to_json(),
         plan=prepared.plan,
         spec=prepared.spec,

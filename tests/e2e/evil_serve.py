@@ -9,16 +9,19 @@ from pathlib import Path
 
 from hybserve.config.load import load_deployment
 from hybserve.launch import group
+from hybserve.launch.ahead import engine_ahead
 from hybserve.launch.serve import serve
 
 _ENGINE = str(Path(__file__).with_name("evil_engine.py"))
 _start = group.RoleGroup.start
 
 
-def start(self, name, links, arguments, command=None):
-    return _start(self, name, links, arguments, [sys.executable, _ENGINE, name] if name == "engine" else command)
+def start(self, name, links, command=None):
+    return _start(self, name, links, [sys.executable, _ENGINE, name] if name == "engine" else command)
 
 
 if __name__ == "__main__":
     group.RoleGroup.start = start
-    sys.exit(serve(load_deployment(None, sys.argv[2::2]), silence=float(os.environ["EVIL_SILENCE"])))
+    with engine_ahead() as ahead:
+        code = serve(load_deployment(None, sys.argv[2::2]), ahead, silence=float(os.environ["EVIL_SILENCE"]))
+    sys.exit(code)

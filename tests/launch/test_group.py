@@ -21,7 +21,9 @@ def begin(group, name, *steps):
     def arguments(sockets):
         return json.dumps({"role": name, "parent": os.getpid(), "sockets": sockets, "steps": steps}).encode()
 
-    return group.start(name, {}, arguments, [sys.executable, FAKE])
+    role = group.start(name, {}, [sys.executable, FAKE])
+    role.tell(arguments)
+    return role
 
 
 def poll_until(group, condition, seconds=20):
@@ -183,7 +185,7 @@ def test_F71_children_end_when_the_parent_is_killed():
         "for name in ('api', 'engine'):\n"
         "    make = lambda sockets: json.dumps({'role': name, 'parent': os.getpid(), 'sockets': sockets,\n"
         "        'steps': [['ready'], ['deaf', 600]]}).encode()\n"
-        "    group.start(name, {}, make, [sys.executable, sys.argv[2]])\n"
+        "    group.start(name, {}, [sys.executable, sys.argv[2]]).tell(make)\n"
         "while not group.ready: group.poll()\n"
         "print('up', flush=True); time.sleep(600)\n"
     )
