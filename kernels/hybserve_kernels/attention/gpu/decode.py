@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from hybserve_kernels.attention.gpu.dot import dot
+from hybserve_kernels.attention.gpu.lanes import lanes_inside
 from hybserve_kernels.rows import DecodeRows
 
 _LOG2E = 1.4426950408889634
@@ -67,7 +68,6 @@ def decode_rows(
     assert gate_THd is None or gate_THd.stride(2) == 1
     assert pool_P2JGd[0].is_contiguous()
     assert page % 64 == 0
-    assert dim & (dim - 1) == 0
     per_processor, keys, warps, stages = shape or shape_of(q_THd.dtype, dim)
     programs = per_processor * _multiprocessors(q_THd.device)
     group = heads // kv_heads
@@ -95,6 +95,7 @@ def decode_rows(
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,
+        LANES=triton.next_power_of_2(dim),
         PAGE=page,
         KEYS=keys,
         ROWS=rows_block,
@@ -119,6 +120,7 @@ def decode_rows(
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,
+        LANES=triton.next_power_of_2(dim),
         KEYS=keys,
         ROWS=rows_block,
         TOGETHER=together,
@@ -163,6 +165,7 @@ def _attend(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    LANES: tl.constexpr,
     PAGE: tl.constexpr,
     KEYS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -178,10 +181,11 @@ def _attend(
     at = program * share
     last = tl.minimum(at + share, total)
 
-    lanes = tl.arange(0, KEYS)
-    dims = tl.arange(0, DIM)
+    tokens = tl.arange(0, KEYS)
+    dims = tl.arange(0, LANES)
+    inside = lanes_inside(DIM, LANES)[None, :]
     members = tl.arange(0, QUERIES)
-    own = (members < GROUP)[:, None]
+    own = (members < GROUP)[:, None] & inside
     while at < last:
         row = tl.sum((ends_N <= at).to(tl.int32))
         length = tl.load(lengths + row)
@@ -195,24 +199,24 @@ def _attend(
         token = row.to(tl.int64)
         queries = tl.load(q + (token * HEADS + heads) * DIM + dims[None, :], mask=own, other=0.0)
         table = tables + token * table_stride
-        inside = pool + kv_head * (PAGE * DIM) + lanes[:, None] * DIM + dims[None, :]
+        of_head = pool + kv_head * (PAGE * DIM) + tokens[:, None] * DIM + dims[None, :]
         peak = tl.full([QUERIES], float("-inf"), tl.float32)
         total_weight = tl.zeros([QUERIES], tl.float32)
-        summed = tl.zeros([QUERIES, DIM], tl.float32)
+        summed = tl.zeros([QUERIES, LANES], tl.float32)
         page = tl.load(table + begin * KEYS // PAGE).to(tl.int64)
         for block in tl.range(begin, end):
             first = block * KEYS
-            place = inside + (page * page_stride + first % PAGE * DIM)
+            place = of_head + (page * page_stride + first % PAGE * DIM)
             page = tl.load(table + tl.minimum(first + KEYS, length - 1) // PAGE).to(tl.int64)
-            written = first + lanes < length
-            keys = tl.load(place, mask=written[:, None], other=0.0)
+            written = first + tokens < length
+            keys = tl.load(place, mask=written[:, None] & inside, other=0.0)
             scores = dot(queries, keys.T, tl.zeros([QUERIES, KEYS], tl.float32)) * scale
             scores = tl.where(written[None, :], scores, float("-inf"))
             higher = tl.maximum(peak, tl.max(scores, 1))
             weights = tl.exp2(scores - higher[:, None])
             carry = tl.exp2(peak - higher)
             total_weight = total_weight * carry + tl.sum(weights, 1)
-            values = tl.load(place + KV_HEADS * PAGE * DIM, mask=written[:, None], other=0.0)
+            values = tl.load(place + KV_HEADS * PAGE * DIM, mask=written[:, None] & inside, other=0.0)
             summed = dot(weights.to(values.dtype), values, summed * carry[:, None])
             peak = higher
 
@@ -245,6 +249,7 @@ def _join(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    LANES: tl.constexpr,
     KEYS: tl.constexpr,
     ROWS: tl.constexpr,
     TOGETHER: tl.constexpr,
@@ -267,19 +272,20 @@ def _join(
         return
     first_piece = (first + row * KV_HEADS + kv_head).to(tl.int64)
     lanes = tl.arange(0, PIECES)
-    dims = tl.arange(0, DIM)
+    dims = tl.arange(0, LANES)
+    inside = lanes_inside(DIM, LANES)
     for member in range(TOGETHER):
         head = first_head + member
         peak = float("-inf")
         total = 0.0
-        summed = tl.zeros([DIM], tl.float32)
+        summed = tl.zeros([LANES], tl.float32)
         for at in range(0, count, PIECES):
             there = at + lanes < count
             pieces = first_piece + at + lanes
             peaks_here = tl.load(peaks + pieces * 2 * GROUP + head % GROUP, mask=there, other=float("-inf"))
             totals = tl.load(peaks + (pieces * 2 + 1) * GROUP + head % GROUP, mask=there, other=0.0)
             parts = (pieces * GROUP + head % GROUP)[:, None] * DIM + dims[None, :]
-            parts = tl.load(sums + parts, mask=there[:, None], other=0.0)
+            parts = tl.load(sums + parts, mask=there[:, None] & inside[None, :], other=0.0)
             higher = tl.maximum(peak, tl.max(peaks_here))
             weights = tl.exp2(peaks_here - higher)
             carry = tl.exp2(peak - higher)
@@ -288,5 +294,5 @@ def _join(
             peak = higher
         result = (summed / total).to(out.dtype.element_ty)
         token = row.to(tl.int64)
-        result = _gated(result, gate + token * gate_token_stride + head * gate_head_stride + dims, dims < DIM, GATED)
-        tl.store(out + token * out_stride + head * DIM + dims, result)
+        result = _gated(result, gate + token * gate_token_stride + head * gate_head_stride + dims, inside, GATED)
+        tl.store(out + token * out_stride + head * DIM + dims, result, mask=inside)

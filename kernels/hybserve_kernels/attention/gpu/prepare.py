@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from hybserve_kernels.attention.gpu.lanes import lanes_inside
+
 _HALF_PI = tl.constexpr(1.5707963267948966)
 #: Elements of a program where tokens are few, and where there are so many that the angles of a token, which every
 #: program of it computes, cost more than the room of larger programs.
@@ -43,7 +45,6 @@ def prepare_rows(
     assert pool_P2JGd.shape[2:5:2] == (kv_heads or pool_P2JGd.shape[2], dim)
     assert projected_TX.dtype == pool_P2JGd.dtype
     assert (q_scale_d is None) == (k_scale_d is None)
-    assert dim & (dim - 1) == 0
     assert rotary_dim <= dim
     assert frequencies.dtype == torch.float32
     q_THd = torch.empty((tokens, q_heads, dim), dtype=projected_TX.dtype, device=projected_TX.device)
@@ -51,7 +52,8 @@ def prepare_rows(
         return q_THd
     all_heads = q_heads + 2 * kv_heads
     elements = _MORE_ELEMENTS if tokens >= _MANY_TOKENS else _ELEMENTS
-    together = min(max(1, elements // dim), triton.next_power_of_2(all_heads))
+    lanes = triton.next_power_of_2(dim)
+    together = min(max(1, elements // lanes), triton.next_power_of_2(all_heads))
     normed = q_scale_d is not None
     _prepare[(tokens, triton.cdiv(all_heads, together))](
         projected_TX,
@@ -68,6 +70,7 @@ def prepare_rows(
         HEADS=q_heads,
         KV_HEADS=kv_heads,
         DIM=dim,
+        LANES=lanes,
         ROTARY_DIM=rotary_dim,
         PAGE=pool_P2JGd.shape[3],
         GATED=gated,
@@ -118,6 +121,7 @@ def _prepare(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    LANES: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     GATED: tl.constexpr,
@@ -126,14 +130,15 @@ def _prepare(
 ):
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)
-    dims = tl.arange(0, DIM)
+    dims = tl.arange(0, LANES)
+    inside = lanes_inside(DIM, LANES)[None, :]
     is_query = heads < HEADS
     is_value = heads >= HEADS + KV_HEADS
     real = (heads < HEADS + 2 * KV_HEADS)[:, None]
     SPACING: tl.constexpr = 2 if GATED else 1
     columns = tl.where(is_query, heads * SPACING, heads + HEADS * (SPACING - 1)) * DIM
     source = projected + token * projected_stride + columns[:, None]
-    plain = tl.load(source + dims[None, :], mask=real, other=0.0)
+    plain = tl.load(source + dims[None, :], mask=real & inside, other=0.0)
     wide = plain.to(tl.float32)
 
     # The element that turns with each: the other half of the rotary dims; elements beyond them turn by no angle.
@@ -147,15 +152,15 @@ def _prepare(
         inverse = tl.rsqrt(tl.sum(wide * wide, 1) / DIM + eps)[:, None]
         # Loaded for each head again, from the cache, in the layout of the heads: nothing to exchange.
         scales = tl.where(is_query, q_scale, k_scale)[:, None]
-        wide *= inverse * tl.load(scales + dims[None, :])
+        wide *= inverse * tl.load(scales + dims[None, :], mask=inside, other=0.0)
         other *= inverse * tl.load(scales + partner[None, :], mask=turning[None, :], other=0.0)
     turned = (wide * cosine[None, :] + other * sine[None, :]).to(plain.dtype)
 
-    tl.store(q + (token * HEADS + heads)[:, None] * DIM + dims[None, :], turned, mask=is_query[:, None])
+    tl.store(q + (token * HEADS + heads)[:, None] * DIM + dims[None, :], turned, mask=is_query[:, None] & inside)
     if KV_HEADS:
         location = tl.load(locations + token).to(tl.int64)
         if location >= 0:
             part = heads - HEADS  # keys of all kv heads, then values: as a page has them
             place = location // PAGE * page_stride + location % PAGE * DIM
             target = pool + place + part[:, None] * (PAGE * DIM) + dims[None, :]
-            tl.store(target, tl.where(is_value[:, None], plain, turned), mask=real & (part >= 0)[:, None])
+            tl.store(target, tl.where(is_value[:, None], plain, turned), mask=real & (part >= 0)[:, None] & inside)
