@@ -84,11 +84,19 @@ class Runner:
         """What this rank really allocated; ``memory.drift`` puts it beside the plan."""
         return measure(self._rank.model.params, self.pools, self._free_before)
 
+    # start: compile, then weights, then capture, then warm_up
+
     def compile(self) -> None:
         """Have the kernels compiled that the usual steps need; no weight has to be there. Nothing on CPU."""
         if self._device is not None and self._device.cuda:
             with torch.inference_mode():
                 self._device.compile()
+
+    def capture(self) -> None:
+        """Capture the graphs of the usual steps, where steps run from graphs."""
+        if self._device is not None:
+            with torch.inference_mode():
+                self._device.capture()
 
     def warm_up(self) -> None:
         """Prefill, decode and sample once on a page and a slot that nobody has yet, and forget it.
@@ -104,12 +112,6 @@ class Runner:
         self.sequences.clear()
         if bad:
             raise ModelError("the model's logits are not finite; try model.dtype: bfloat16 or float32")
-
-    def capture(self) -> None:
-        """Capture the graphs of the usual steps, where steps run from graphs."""
-        if self._device is not None:
-            with torch.inference_mode():
-                self._device.capture()
 
     def submit(self, frame: bytes) -> None:
         """Queue the plans of a frame. Raises FrameError if the bytes are not a frame for a runner."""
@@ -204,7 +206,7 @@ def build_runner(
     progress: Progress | None = None,
     stages: Stages | None = None,
 ) -> Runner:
-    """The one rank of this version: model built, weights loaded, pools allocated, one step run, graphs captured.
+    """The one rank of this version: model built, pools allocated, weights loaded, graphs captured, two steps run.
 
     Kernels are compiled by processes of their own, forked before CUDA is initialised, while the weights are loaded.
     Raises ModelError for weights that cannot be served. ``progress(done, total)`` counts bytes of weights.
@@ -229,11 +231,11 @@ def build_runner(
         _wait_for(device)
         stages.lap("weights")
     stages.lap("compile")
-    runner.warm_up()
-    stages.lap("first steps")
     runner.capture()
     _wait_for(device)
     stages.lap("graphs")
+    runner.warm_up()
+    stages.lap("first steps")
     return runner
 
 

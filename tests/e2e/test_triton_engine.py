@@ -64,8 +64,8 @@ def make_engine(subject: DeviceSubject, limits: EngineLimits, model=None) -> Eng
     runner = Runner(model, subject.spec, split_ranks(subject.spec)[0], limits, device=DEVICE, poison=poison)
     if limits.graphs:
         runner.compile()
-        runner.warm_up()
         runner.capture()
+        runner.warm_up()
     scheduler, text = Scheduler(limits, 100, None, clock=lambda: 0.0), Text()
     return Engine(scheduler, runner, text, Loop(scheduler, runner, text))
 
