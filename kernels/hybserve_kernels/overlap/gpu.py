@@ -17,9 +17,34 @@ def begin(EARLY: tl.constexpr):
 
 
 @triton.jit
-def prefetch(pointers, EARLY: tl.constexpr):
-    """Brings the lines at ``pointers`` into the L2 cache, if ``begin`` is still to be called."""
+def wait(EARLY: tl.constexpr):
+    """``begin`` of a program that lets the next kernel be launched later, by ``let_next``."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def let_next(now, EARLY: tl.constexpr):
+    """If ``now``, the next kernel may be launched as soon as all programs have said so or ended, and there is room."""
     if EARLY:
         tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+            "{ .reg .pred now; setp.ne.s32 now, $1, 0; @now griddepcontrol.launch_dependents; mov.u32 $0, 0; }",
+            "=r,r",
+            [now.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
         )
+
+
+@triton.jit
+def prefetch(pointers, BYTES: tl.constexpr):
+    """Brings ``BYTES`` from each of ``pointers`` on, multiples of 16, into the L2 cache. Not for the interpreter."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [pointers, tl.full(pointers.shape, BYTES, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

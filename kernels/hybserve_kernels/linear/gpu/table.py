@@ -19,8 +19,8 @@ Choice = Gemv | Tiles
 _H200: dict[tuple[str, int, int], tuple[tuple[int, Choice | None], ...]] = {
     ("swiglu", 12288, 4096): (
         (1, Gemv(1, 512, 8)),
-        (16, Tiles(64, 16, 128, 4, 4)),
-        (32, Tiles(64, 32, 128, 4, 4)),
+        (16, Tiles(128, 16, 128, 4, 4)),
+        (32, Tiles(128, 32, 128, 4, 4)),
     ),
     ("plain", 4096, 12288): (
         (1, Gemv(4, 2048, 8)),
@@ -65,8 +65,8 @@ _H200: dict[tuple[str, int, int], tuple[tuple[int, Choice | None], ...]] = {
     ),
     ("swiglu", 512, 2048): (
         (1, Gemv(1, 1024, 4)),
-        (16, Tiles(64, 16, 128, 4, 4, 8)),
-        (32, Tiles(64, 32, 128, 4, 3, 8)),
+        (16, Tiles(128, 16, 128, 4, 4, 8)),
+        (32, Tiles(128, 32, 128, 4, 3, 8)),
     ),
     ("plain", 2048, 512): (
         (1, Gemv(4, 512, 8)),
@@ -114,4 +114,4 @@ def _default_tiles(kind: str, rows: int, outputs: int, inputs: int) -> Tiles:
     height, depth = max(16, triton.next_power_of_2(rows)), 64 if inputs % 128 else 128
     tiles = triton.cdiv(outputs, 64)
     splits = max(1, min(_PROGRAMS // tiles, 8, inputs // (2 * depth))) if tiles <= MOST_COUNTS else 1
-    return Tiles(64, height, depth, 4, 3 if kind == "swiglu" else 4, splits)
+    return Tiles(128, height, depth, 4, 3, splits) if kind == "swiglu" else Tiles(64, height, depth, 4, 4, splits)
