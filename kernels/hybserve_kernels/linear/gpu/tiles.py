@@ -29,10 +29,10 @@ class Tiles(NamedTuple):
     two), ``depth`` inputs at a time, which divide K.
 
     ``more``: further rows of the weight, 0 or a power of two.
-    ``ahead``: so many blocks of ``depth`` inputs beyond those in the pipeline are brought into the cache; where it is
-    0 only before the kernel begins, where it is negative never.
+    ``ahead``: so many blocks of ``depth`` inputs are brought into the cache before the kernel begins.
+    ``far``: so many blocks beyond those in the pipeline are brought into the cache later on, 0 for none.
     ``late``: the next kernel is launched so many blocks before the end, so that what it brings into the cache is not
-    displaced again."""
+    displaced again; a large number for the start."""
 
     outputs: int
     rows: int
@@ -42,7 +42,8 @@ class Tiles(NamedTuple):
     splits: int = 1
     more: int = 0
     ahead: int = 2
-    late: int = 4
+    far: int = 0
+    late: int = 1000
 
 
 @triton.jit
@@ -58,9 +59,8 @@ def _weight_rows(first, COUNT: tl.constexpr, N, SWIGLU: tl.constexpr):
 @triton.jit
 def _fetch(w_ptr, r_w, w_stride, block, end, BK: tl.constexpr):
     """Block ``block`` of inputs, or the last before ``end``, of some rows of the weight."""
-    HALF: tl.constexpr = BK // 2
-    o_k = tl.minimum(block, end - 1) * BK + tl.arange(0, 2) * HALF
-    prefetch(w_ptr + r_w[:, None] * w_stride + o_k[None, :], HALF * 2)
+    o_k = tl.minimum(block, end - 1) * BK + tl.arange(0, (BK + 63) // 64) * 64
+    prefetch(w_ptr + r_w[:, None] * w_stride + o_k[None, :])
 
 
 @triton.jit
@@ -126,7 +126,8 @@ def _tiles_kernel(
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
     EARLY: tl.constexpr,
-    AHEAD: tl.constexpr,  # blocks of BK inputs, LATE too
+    AHEAD: tl.constexpr,  # blocks of BK inputs, FAR and LATE too
+    FAR: tl.constexpr,
     LATE: tl.constexpr,
 ):
     tiles_m = tl.cdiv(M, BM)
@@ -146,8 +147,8 @@ def _tiles_kernel(
     p_w = w_ptr + r_w[:, None] * w_stride + o_k[None, :]
     if MORE:
         p_more = w_ptr + r_more[:, None] * w_stride + o_k[None, :]
-    if AHEAD >= 0 and EARLY:
-        for block in tl.range(first, first + STAGES - 1 + AHEAD, num_stages=1):
+    if AHEAD and EARLY:
+        for block in tl.range(first, first + AHEAD, num_stages=1):
             _fetch(w_ptr, r_w, w_stride, block, end, BK)
             if MORE:
                 _fetch(w_ptr, r_more, w_stride, block, end, BK)
@@ -161,10 +162,10 @@ def _tiles_kernel(
         if MORE:
             acc_more = dot(tl.load(p_more), x, acc_more)
             p_more += BK
-        if AHEAD > 0 and EARLY:
-            _fetch(w_ptr, r_w, w_stride, block + STAGES - 1 + AHEAD, end, BK)
+        if FAR and EARLY:
+            _fetch(w_ptr, r_w, w_stride, block + STAGES - 1 + FAR, end, BK)
             if MORE:
-                _fetch(w_ptr, r_more, w_stride, block + STAGES - 1 + AHEAD, end, BK)
+                _fetch(w_ptr, r_more, w_stride, block + STAGES - 1 + FAR, end, BK)
         p_w += BK
         p_x += BK
 
@@ -210,7 +211,6 @@ def tiles(
         partial = torch.empty(config.splits * count * height * config.rows, dtype=torch.float32, device=x_MK.device)
         counts = counts_of(x_MK.device)
     early = overlaps_at(x_MK.device, rows)
-    aligned = (weight.data_ptr() | weight.stride(0) * weight.element_size()) % 16 == 0
     _tiles_kernel[(count, config.splits)](
         x_MK,
         weight,
@@ -234,7 +234,8 @@ def tiles(
         BIAS=bias_N is not None,
         ADD=add,
         EARLY=early,
-        AHEAD=config.ahead if aligned else -1,
+        AHEAD=config.ahead,
+        FAR=config.far,
         LATE=config.late,
         launch_pdl=early,
         num_warps=config.warps,
