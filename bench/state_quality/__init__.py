@@ -7,10 +7,11 @@ for CPU do. Without a GPU the Triton forms run under the interpreter (TRITON_INT
 
 model       the embedded model, activations in fp32, over held-out text: bits per byte, divergence from fp32 state (mean
             KL in nats a token) and how often the likeliest token is the same. ``entries``: each dictionary entry by
-            itself; ``long``: the same entries one after another in texts of 2,048 tokens. Decoded, the state is rounded
-            at every token; prefilled, here in chunks of 64 tokens, after every chunk, while a prompt that fits in one
-            chunk never reads a rounded state. ``answers``: greedy answers to questions about held-out words.
-            bf16 as the model's own dtype is the last line, to compare with.
+            itself (so what is said of its first token, always the same, counts as often as there are entries);
+            ``long``: the same entries one after another in texts of 2,048 tokens. Decoded, the state is rounded at
+            every token; prefilled, here in chunks of 64 tokens, after every chunk, while a prompt that fits in one
+            chunk never reads a rounded state. ``answers``: greedy answers to questions about held-out words. bf16 as
+            the model's own dtype is the last line, to compare with.
 recurrence  ``decode_rows`` at the shape of Qwen3.5-9B against fp64: relative error of the layer's (normed) outputs,
             over the last 16 tokens, and of the state, median and worst of all heads, after up to 32,768 tokens. A head
             forgets between a tenth and 1e-4 of its state at a token, and writes much (beta 1/2) or little (1/400).
