@@ -32,7 +32,8 @@ DECODE_SWEEP = [
         (1, 64, 8, 4), (3, 16, 4, 4), (4, 16, 2, 3), (3, 16, 2, 4),
     )
 ]  # fmt: skip
-PREFILL_SWEEP = [prefill.Shape(*shape) for shape in ((128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 4, 2))]
+#: Of the form that any GPU has; without a shape the form for warpgroups runs where it can.
+PREFILL_SWEEP = [prefill.Shape(*shape) for shape in ((128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 3))]
 Variant = decode.Shape | prefill.Shape | None
 DECODE_PEERS = {
     (1, 4096): 15.7,
@@ -48,6 +49,8 @@ CLOSE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 CASES = [
     (M1, torch.bfloat16),
     (M2, torch.bfloat16),
+    ((6, 2, 256), torch.float16),
+    ((4, 4, 256), torch.bfloat16),
     ((8, 8, 128), torch.float16),
     ((8, 1, 64), torch.bfloat16),
     (M1, torch.float32),
@@ -232,6 +235,7 @@ def measure() -> list[Row]:
         ([8192], [0], "1x8192"),
         ([32768], [0], "1x32768"),
         ([1024] * 8, [0] * 8, "8x1024"),
+        ([512], [0], "1x512"),
         ([17408], [16384], "1024 after 16384"),
         ([32832], [32768], "64 after 32768"),
     ]:
