@@ -77,6 +77,11 @@ BENCHES = {
         ("tests/kernels",),
         "every GPU kernel against its reference, then timed beside the limit of the card",
     ),
+    "sustained": Bench(
+        "bench.sustained",
+        ("tests/kernels/test_linear_gpu.py",),
+        "the matrix rate that a GPU holds at its power limit, which long prefills meet",
+    ),
     "load": Bench(
         "bench.load",
         ("tests/models/test_load.py", "tests/spec/test_safetensors.py", "tests/bench/test_load.py"),
