@@ -26,21 +26,20 @@ PEERS = {2048: 33.0, 8192: 106.0, 32768: 393.0}
 _SWEEP = tuple(
     Shape(*of)
     for of in (
+        (8, 4, 1, False),
         (8, 8, 1, False),
         (16, 4, 2, False),
         (16, 4, 4, False),
         (16, 8, 1, False),
         (16, 8, 2, False),
-        (16, 16, 1, False),
+        (16, 8, 2, True),
+        (32, 4, 4, False),
         (32, 8, 2, False),
         (32, 8, 4, False),
-        (32, 16, 2, False),
+        (32, 8, 4, True),
         (64, 8, 8, False),
         (64, 16, 4, False),
-        (64, 32, 2, False),
         (16, 4, 4, True),
-        (16, 8, 2, True),
-        (32, 16, 2, True),
     )
 )
 
@@ -165,7 +164,7 @@ def measure() -> list[Row]:
         times: dict[Shape, float] = {}
         for shape in (None, *swept):
             us = microseconds([partial(layer.run, shape) for layer in layers])
-            name = "chosen" if shape is None else f"{shape.tokens}/{shape.run}/{shape.warps}{' early' * shape.early}"
+            name = "chosen" if shape is None else " ".join(map(str, shape))
             found.append(
                 Row("causal_conv", f"1x{tokens}", name, us, size, 0, peer, "FLA, convolution only" if peer else "")
             )

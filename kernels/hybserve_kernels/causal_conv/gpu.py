@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hybserve_kernels.gated_delta.gpu.elementwise import rounded, silu
 from hybserve_kernels.gated_delta.reference import L2_EPS
 from hybserve_kernels.overlap import overlaps
 from hybserve_kernels.overlap.gpu import begin
@@ -35,46 +36,11 @@ class Shape(NamedTuple):
 SHAPES = {4: Shape(16, 4, 4, True), 1 << 30: Shape(16, 8, 2, False)}
 #: Channels of a program that writes windows.
 _CHANNELS = 512
-#: The interpreter knows no assembler.
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
 def _softplus(x):
     return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
-
-
-@triton.jit
-def _rounded(x, dtype: tl.constexpr):
-    """``x`` as ``dtype`` has it, in fp32. Two at a time, for one is converted at an eighth of the pace."""
-    if (dtype == tl.bfloat16) & (not _INTERPRETED):
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 both; cvt.rn.bf16x2.f32 both, $3, $2; shl.b32 $0, both, 16; and.b32 $1, both, 0xffff0000; }",
-            "=r,=r,r,r",
-            [x],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        return x.to(dtype).to(tl.float32)
-
-
-@triton.jit
-def _silu(x):
-    """Without care for denormal numbers, which 1 + exp never is: that would double the work."""
-    if _INTERPRETED:
-        return x / (1.0 + tl.exp(-x))
-    else:
-        return tl.inline_asm_elementwise(
-            "{ .reg .f32 y; mul.f32 y, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 y, y; add.f32 y, y, 0f3F800000; "
-            "rcp.approx.ftz.f32 y, y; mul.f32 $0, $1, y; }",
-            "=f,f",
-            [x],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
-        )
 
 
 @triton.jit
@@ -103,6 +69,81 @@ def _gates(
     at = token[:, None] * U + o_u[None, :]
     tl.store(beta_ptr + at, beta, mask=mask)
     tl.store(g_ptr + at, rate[None, :] * _softplus(a + bias[None, :]), mask=mask)
+
+
+@triton.jit
+def _inputs(
+    p_x,  # [runs, BC]: the first token of each run
+    p_window,  # [BC]
+    o_t,
+    count,
+    continues,
+    in_c,
+    stride,
+    X: tl.constexpr,
+    RUN: tl.constexpr,
+    INNER: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Inputs of the runs, X before each and RUN of its own, [runs, BC] each. ``INNER``: all tokens are of the row;
+    ``FULL``: all channels are of the head."""
+    inputs: tl.tuple = ()
+    for at in tl.static_range(-X, RUN):
+        if INNER and FULL:
+            x = tl.load(p_x + at * stride)
+        elif INNER:
+            x = tl.load(p_x + at * stride, mask=in_c[None, :], other=0.0)
+        else:
+            o_x = o_t + at
+            x = tl.load(p_x + at * stride, mask=((o_x >= 0) & (o_x < count))[:, None] & in_c[None, :], other=0.0)
+            if at < 0 and continues:
+                for before in tl.static_range(at + X, X, RUN):
+                    old = tl.load(p_window + before, mask=in_c, other=0.0).to(x.dtype)
+                    x = tl.where((o_x == before - X)[:, None], old[None, :], x)
+        inputs = inputs + (x,)  # noqa: RUF005 (Triton knows no starred tuple)
+    return inputs
+
+
+@triton.jit
+def _head(
+    p_x,  # [runs, BC]: the first token of each run
+    p_window,  # [BC]
+    p_taps,  # [runs, BC]
+    p_y,  # [runs, BC]
+    o_t,  # tokens at which runs begin
+    count,
+    continues,
+    is_key,
+    scale,
+    in_c,
+    stride,
+    L2_EPS: tl.constexpr,
+    C: tl.constexpr,
+    WIDTH: tl.constexpr,
+    RUN: tl.constexpr,
+    INNER: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Some tokens of a row under one head. All inputs are asked for before the first is used."""
+    inputs = _inputs(p_x, p_window, o_t, count, continues, in_c, stride, WIDTH - 1, RUN, INNER, FULL)
+    taps: tl.tuple = ()
+    for tap in tl.static_range(WIDTH):
+        taps = taps + (tl.load(p_taps + tap * C, mask=in_c[None, :], other=0.0),)  # noqa: RUF005
+    dtype = p_y.dtype.element_ty
+    for at in tl.static_range(RUN):
+        summed = inputs[at].to(tl.float32) * taps[0]
+        for tap in tl.static_range(1, WIDTH):
+            summed += inputs[at + tap].to(tl.float32) * taps[tap]
+        y = silu(rounded(summed, dtype))
+        if is_key:
+            y = rounded(y, dtype)
+            y *= (tl.rsqrt(tl.sum(y * y, 1) + L2_EPS) * scale)[:, None]
+        if INNER and FULL:
+            tl.store(p_y + at * C, y.to(dtype))
+        elif INNER:
+            tl.store(p_y + at * C, y.to(dtype), mask=in_c[None, :])
+        else:
+            tl.store(p_y + at * C, y.to(dtype), mask=(o_t + at < count)[:, None] & in_c[None, :])
 
 
 @triton.jit
@@ -156,45 +197,58 @@ def _conv_kernel(
         return
 
     is_key = head < 2 * I
-    size = tl.where(is_key, K, V)
-    low = tl.where(is_key, head * K, 2 * I * K + (head - 2 * I) * V)
+    low = tl.multiple_of(tl.where(is_key, head * K, 2 * I * K + (head - 2 * I) * V), ALIGNED)
     o_c = tl.arange(0, BC)
-    channel, in_c = tl.multiple_of(low, ALIGNED) + o_c, o_c < size
+    in_c = o_c < tl.where(is_key, K, V)
     o_t = first + tl.arange(0, BT // RUN) * RUN
     token = (start + o_t).to(tl.int64)
-    p_x = projected_ptr + token[:, None] * stride + channel[None, :]
-    p_window = windows_ptr + slot.to(tl.int64) * windows_stride + channel * X
+    p_x = projected_ptr + token[:, None] * stride + low + o_c[None, :]
+    p_window = windows_ptr + slot.to(tl.int64) * windows_stride + (low + o_c) * X
+    p_taps = taps_ptr + low + o_c[None, :] + 0 * o_t[:, None]  # in the layout of the inputs
+    p_y = qkv_ptr + token[:, None] * C + low + o_c[None, :]
     continues = (first == 0) & (before != 0)
-    own: tl.tuple = ()
-    for at in tl.static_range(RUN):
-        mask = (o_t + at < count)[:, None] & in_c[None, :]
-        own = own + (tl.load(p_x + at * stride, mask=mask, other=0.0),)  # noqa: RUF005 (Triton knows no starred tuple)
-    past: tl.tuple = ()
-    for tap in tl.static_range(X):
-        o_x = o_t + (tap - X)
-        mask = ((o_x >= 0) & (o_x < count))[:, None] & in_c[None, :]
-        x = tl.load(p_x + (tap - X) * stride, mask=mask, other=0.0)
-        if continues:
-            for at in tl.static_range(tap, X, RUN):
-                old = tl.load(p_window + at, mask=in_c, other=0.0).to(x.dtype)
-                x = tl.where((o_x == at - X)[:, None], old[None, :], x)
-        past = past + (x,)  # noqa: RUF005
-    inputs = past + own
-    taps: tl.tuple = ()
-    for tap in tl.static_range(WIDTH):
-        p_tap = taps_ptr + tap * C + channel[None, :] + 0 * o_t[:, None]  # in the layout of the inputs
-        taps = taps + (tl.load(p_tap, mask=in_c[None, :], other=0.0),)  # noqa: RUF005
-    dtype = qkv_ptr.dtype.element_ty
     scale = tl.where(head < I, K**-0.5, 1.0)
-    p_y = qkv_ptr + token[:, None] * C + channel[None, :]
-    for at in tl.static_range(RUN):
-        summed = inputs[at].to(tl.float32) * taps[0]
-        for tap in tl.static_range(1, WIDTH):
-            summed += inputs[at + tap].to(tl.float32) * taps[tap]
-        y = _rounded(_silu(_rounded(summed, dtype)), dtype)
-        if is_key:
-            y *= (tl.rsqrt(tl.sum(y * y, 1) + L2_EPS) * scale)[:, None]
-        tl.store(p_y + at * C, y.to(dtype), mask=(o_t + at < count)[:, None] & in_c[None, :])
+    FULL: tl.constexpr = (K == BC) and (V == BC)
+    if (first >= X) & (first + BT <= count):  # most programs: no masks
+        _head(
+            p_x,
+            p_window,
+            p_taps,
+            p_y,
+            o_t,
+            count,
+            continues,
+            is_key,
+            scale,
+            in_c,
+            stride,
+            L2_EPS,
+            C,
+            WIDTH,
+            RUN,
+            True,
+            FULL,
+        )
+    else:
+        _head(
+            p_x,
+            p_window,
+            p_taps,
+            p_y,
+            o_t,
+            count,
+            continues,
+            is_key,
+            scale,
+            in_c,
+            stride,
+            L2_EPS,
+            C,
+            WIDTH,
+            RUN,
+            False,
+            FULL,
+        )
 
 
 @triton.jit
