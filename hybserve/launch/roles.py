@@ -1,6 +1,7 @@
 """What each role's process runs: its links turned into channels, then the role's own ``run``."""
 
 import importlib
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -42,6 +43,15 @@ def prepare_engine() -> None:
     """All that the engine needs no arguments for. An import that fails is tried again where it can be told."""
     claim_cores()
     with suppress(ImportError):
+        from hybserve_kernels.compiling import prepare
+
+        from hybserve.plan.facts import probe_gpu
+
+        def prepare_compilers() -> None:
+            if probe_gpu():
+                prepare()
+
+        threading.Thread(target=prepare_compilers, daemon=True).start()
         for name in ("hybserve.runner.main", "hybserve.scheduler.main"):
             importlib.import_module(name)
 
