@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import msgspec
 import psutil
@@ -87,7 +88,7 @@ class StageClock(Stages):
 
     def __init__(self) -> None:
         super().__init__()
-        self.times.append(("interpreter", time.time() - psutil.Process().create_time()))
+        self.times.append(("interpreter", _age()))
 
     def lap_split(self, name: str, parts: list[tuple[str, float]]) -> None:
         """A lap of which ``parts`` were measured elsewhere; the rest of it is called ``name``."""
@@ -95,6 +96,14 @@ class StageClock(Stages):
         _, whole = self.times.pop()
         rest = max(0.0, whole - sum(seconds for _, seconds in parts))
         self.times += [(name, rest), *parts]
+
+
+def _age() -> float:
+    """Seconds since this process began. (psutil knows the time of boot in whole seconds only.)"""
+    if not hasattr(time, "CLOCK_BOOTTIME"):
+        return time.time() - psutil.Process().create_time()
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _run(prepared: Prepared, listener: socket.socket, ahead: Ahead, signals: StopSignals, clock: StageClock) -> int:
