@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import random
+import re
 import statistics
 import sys
 import tempfile
@@ -26,6 +27,7 @@ import torch
 
 from bench import RESULTS, circumstances
 from bench.dummy import MODELS
+from bench.gpu_profile import breakdown, kernels_of, last_steps
 from hybserve.config.deployment import Deployment
 from hybserve.core.messages import Failed, Finished, FromScheduler, Generate, Tokens, ToScheduler
 from hybserve.core.sampling import SamplingParams
@@ -283,7 +285,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--model", choices=sorted(MODELS), default="m1")
     parser.add_argument("--only", default="", help="names of scenarios, separated by commas")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--trace", help="write a Chrome trace of a few decode steps and a prefill to this file")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FOLDER", help="tell where the time goes; Chrome traces of it into this folder"
+    )
     options = parser.parse_args(arguments)
     engine = Engine(options.model, dict(setting.split("=", 1) for setting in options.set))
     print(f"{options.model}: ready after {engine.start_seconds:.1f} s; {engine.limits}", flush=True)
@@ -298,34 +302,45 @@ def main(arguments: list[str]) -> int:
         for figure in scenario():
             figures.append(figure)
             print(show(figure), flush=True)
+    parts = {}
     if options.trace:
-        profile(engine, options.trace)
-    _record(options.model, engine, figures, arguments)
+        options.trace.mkdir(parents=True, exist_ok=True)
+        parts = profile(engine, options.trace)
+    _record(options.model, engine, figures, parts, arguments)
     return 0
 
 
-def profile(engine: Engine, path: str) -> None:
-    """A timeline of decode steps at three widths and of two prefills."""
+def profile(engine: Engine, path: Path) -> dict[str, dict[str, float]]:
+    """A timeline of decode steps at three widths and of two prefills into ``path``; µs of each part of a step, or of
+    the prefill."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record_profile
 
-    for name, requests in (
-        ("decode 1", [Asked(engine.ids(128), 24)]),
-        ("decode 64", [Asked(engine.ids(128), 24) for _ in range(64)]),
-        ("decode 256", [Asked(engine.ids(128), 16) for _ in range(256)]),
-        ("prefill 2048", [Asked(engine.ids(2048), 1)]),
-        ("prefill 8192", [Asked(engine.ids(8192), 1)]),
+    found = {}
+    for name, requests, steps in (
+        ("decode, B = 1", [Asked(engine.ids(128), 24)], 15),
+        ("decode, B = 64", [Asked(engine.ids(128), 24) for _ in range(64)], 15),
+        ("decode, B = 256", [Asked(engine.ids(128), 24) for _ in range(256)], 10),
+        ("prefill of 2,048 tokens", [Asked(engine.ids(2048), 1)], 0),
+        ("prefill of 8,192 tokens", [Asked(engine.ids(8192), 1)], 0),
     ):
         engine.run(requests)
         with record_profile(activities=[ProfilerActivity.CUDA]) as recorded:
             engine.run([Asked(engine.ids(len(asked.prompt)), asked.new) for asked in requests])
             torch.cuda.synchronize()
-        print(f"--- {name}")
-        print(recorded.key_averages().table(sort_by="cuda_time_total", row_limit=24, max_name_column_width=60))
-        recorded.export_chrome_trace(f"{path}.{name.replace(' ', '_')}.json")
+        file = path / f"{re.sub('[^a-z0-9]+', '_', name)}.json"
+        recorded.export_chrome_trace(str(file))
+        kernels = kernels_of(json.loads(file.read_text()))
+        found[name] = breakdown(last_steps(kernels, steps), steps) if steps else breakdown(kernels)
+        print(f"--- {name}: {sum(found[name].values()):.0f} µs")
+        for part, us in found[name].items():
+            print(f"{us:>10.0f}  {part}")
+    return found
 
 
-def _record(model: str, engine: Engine, figures: list[Figure], arguments: list[str]) -> None:
+def _record(
+    model: str, engine: Engine, figures: list[Figure], parts: dict[str, dict[str, float]], arguments: list[str]
+) -> None:
     command = ["python", "-m", "bench", "gpu", *arguments]
     text = {
         "bench": "gpu",
@@ -334,6 +349,7 @@ def _record(model: str, engine: Engine, figures: list[Figure], arguments: list[s
         "model": model,
         "start_seconds": round(engine.start_seconds, 2),
         "figures": [figure._asdict() for figure in figures],
+        "parts_us": {name: {part: round(us, 1) for part, us in shares.items()} for name, shares in parts.items()},
     }
     target = Path(os.environ.get("BENCH_RESULTS", RESULTS)) / f"gpu_{model}.json"
     target.write_text(json.dumps(text, indent=1) + "\n")

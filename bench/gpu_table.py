@@ -23,6 +23,7 @@ def main() -> None:
         record = _read(name)
         if record is not None:
             parts += [f"## {title}", _where(record), _figures(record["figures"])]
+            parts += [part for name, shares in record.get("parts_us", {}).items() for part in _profile(name, shares)]
     record = _read("serve_gpu_m1")
     if record is not None:
         parts += ["## M1 over HTTP", _where(record), _served(record)]
@@ -69,6 +70,17 @@ def _figures(figures: list[dict[str, Any]]) -> str:
             share, figure["more"],
         ])  # fmt: skip
     return _table(["scenario", "ours", "bar", "peer", "limit", "of limit", ""], rows)
+
+
+def _profile(name: str, shares: dict[str, float]) -> list[str]:
+    """Where the time of a step goes; parts below one in a thousand together."""
+    whole = sum(shares.values())
+    large = {part: us for part, us in shares.items() if us >= whole / 1000}
+    rows = [[part, f"{us:,.0f}", f"{100 * us / whole:.1f} %"] for part, us in large.items()]
+    if len(large) < len(shares):
+        rest = whole - sum(large.values())
+        rows.append(["all others", f"{rest:,.0f}", f"{100 * rest / whole:.1f} %"])
+    return [f"Where the time goes, {name}: {whole:,.0f} µs", _table(["part", "µs", "share"], rows)]
 
 
 def _served(record: dict[str, Any]) -> str:
