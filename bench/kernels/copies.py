@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from hybserve_kernels.copies import SlotCells, copy_finite, copy_runs, runs_finite
+from hybserve_kernels.copies import SlotCells, copy_runs, runs_finite
 from hybserve_kernels.copies.gpu import SHAPE, Shape
 
 from bench.kernels import Row
@@ -42,10 +42,9 @@ def check() -> None:
     for shape in (SHAPES if os.environ.get("SWEEP") else []) + [SHAPE]:
         expected = runs.clone()
         expected[3], expected[9] = runs[7], runs[8]
-        for copy in (copy_runs, partial(copy_finite, cells=SLOT)):
-            got = runs.clone()
-            copy(got, _pairs([7, 3, 8, 9, 1, 0]), shape=shape)
-            assert torch.equal(got, expected), f"copy with {shape}"
+        got = runs.clone()
+        copy_runs(got, _pairs([7, 3, 8, 9, 1, 0]), shape=shape)
+        assert torch.equal(got, expected), f"copy with {shape}"
         ids = torch.tensor([7, 3, 0, 9], dtype=torch.int32, device=DEVICE)
         assert runs_finite(expected, ids, SLOT, shape).tolist() == [False, False, True, True], f"look with {shape}"
     free = torch.cuda.mem_get_info()[0]
@@ -63,7 +62,7 @@ def measure() -> list[Row]:
     for shape in (SHAPES if os.environ.get("SWEEP") else []) + [SHAPE]:
         name = f"{shape.programs // 132}x132, {shape.words}, {shape.warps}w"
         rows += [_copies(1, SLOT_BYTES, "slot", shape, name), _copies(64, PAGE_BYTES, "page", shape, name)]
-        rows += [_looks(1, shape, name), _looks(8, shape, name), _copied_looks(1, shape, name)]
+        rows += [_looks(1, shape, name), _looks(8, shape, name)]
     rows += [_copies(8, SLOT_BYTES, "slot", SHAPE, ""), _copies(1, PAGE_BYTES, "page", SHAPE, "")]
     runs = torch.empty(8, SLOT_BYTES, dtype=torch.uint8, device=DEVICE).random_()
     nothing = partial(copy_runs, runs, _pairs([0, 0] * ROOM))
@@ -92,12 +91,3 @@ def _looks(count: int, shape: Shape, name: str) -> Row:
     padding = torch.zeros(ROOM - count, dtype=torch.int32, device=DEVICE)
     calls = [partial(runs_finite, runs.view(torch.uint8), torch.cat((line, padding)), SLOT, shape) for line in ids]
     return Row("copies", f"look at {count} slot", name, microseconds(calls), 1.0 * count * SLOT_BYTES)
-
-
-def _copied_looks(count: int, shape: Shape, name: str) -> Row:
-    rounds = rounds_of(2 * count * SLOT_BYTES)
-    runs = torch.empty(2 * count * rounds + 1, SLOT_BYTES // 4, dtype=torch.float32, device=DEVICE).normal_()
-    ids = (torch.randperm(2 * count * rounds) + 1).view(rounds, -1).tolist()
-    pairs = [_pairs(line + [0, 0] * (ROOM - count)) for line in ids]
-    calls = [partial(copy_finite, runs.view(torch.uint8), line, SLOT, shape) for line in pairs]
-    return Row("copies", f"copy and look at {count} slot", name, microseconds(calls), 2.0 * count * SLOT_BYTES)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hybserve_kernels.copies import SlotCells, copy_finite, copy_runs, runs_finite
+from hybserve_kernels.copies import SlotCells, copy_runs, runs_finite
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CANARY = 0xFF
@@ -82,22 +82,6 @@ def test_every_float_of_a_slot_is_looked_at(state, conv):
     ids = torch.tensor([1, 2, 3, 0, 4, 5, 6, 7, 8, 9, 0], dtype=torch.int32, device=DEVICE)
     good = [True, False, False, True, False, False, False, True, True, True, True]
     assert runs_finite(runs, ids, cells).tolist() == good
-
-
-@pytest.mark.parametrize(("state", "conv"), FLOATS[:2], ids=str)
-def test_a_copy_tells_whether_it_is_finite(state, conv):
-    cells = cells_of(state, conv)
-    runs = slots(cells, 6)
-    put(runs, 2, cells.layer_bytes + cells.window_offset + 4, conv, float("nan"))
-    put(runs, 4, 0, state, float("nan"))  # overwritten by a finite one
-    expected = runs.clone()
-    used = cells.layers * cells.layer_bytes
-    for source, target in ((1, 4), (2, 5)):
-        expected[target, :used] = runs[source, :used]
-    finite = copy_finite(runs, pairs_of([1, 4, 0, 0, 2, 5, 3, 0]), cells)
-    assert finite.tolist() == [True, True, False, True]
-    assert torch.equal(runs, expected)
-    assert bool((runs[0] == CANARY).all())
 
 
 def test_slots_without_layers_are_finite():

@@ -64,7 +64,6 @@ def _check_kernel(
     window_high,
     window_low,
     pieces,
-    COPY: tl.constexpr,
     WORDS: tl.constexpr,
 ):
     """``high`` and ``low``: exponent bits of the floats in a 32-bit word, the lower one 0 if it holds one float. All of
@@ -72,18 +71,11 @@ def _check_kernel(
     for item in range(tl.program_id(0), runs * layers * pieces, tl.num_programs(0)):
         part = item // pieces
         run = part // layers
-        if COPY:
-            target = tl.load(ids_ptr + 2 * run + 1).to(tl.int64)
-            source = tl.load(ids_ptr + 2 * run).to(tl.int64)
-        else:
-            target = tl.load(ids_ptr + run).to(tl.int64)
-            source = target
-        if target != 0:
+        slot = tl.load(ids_ptr + run).to(tl.int64)
+        if slot != 0:
             at = (item - part * pieces) * WORDS + tl.arange(0, WORDS)
             offset = (part - run * layers).to(tl.int64) * layer_words + at
-            values = tl.load(words_ptr + source * stride_p + offset, mask=at < layer_words, other=0)
-            if COPY:
-                tl.store(words_ptr + target * stride_p + offset, values, mask=at < layer_words)
+            values = tl.load(words_ptr + slot * stride_p + offset, mask=at < layer_words, other=0)
             matrix = at < matrix_words
             high = tl.where(matrix, matrix_high, window_high)
             low = tl.where(matrix, matrix_low, window_low)
@@ -107,20 +99,10 @@ def copy_runs(runs_PB: torch.Tensor, pairs_X2: torch.Tensor, shape: Shape = SHAP
 
 def runs_finite(runs_SB: torch.Tensor, ids_X: torch.Tensor, cells: SlotCells, shape: Shape = SHAPE) -> torch.Tensor:
     """Whether all floats of slot ``ids_X[x]`` are finite, bool [X]; true for id 0."""
-    return _check(runs_SB, ids_X, cells, False, shape)
-
-
-def copy_finite(runs_SB: torch.Tensor, pairs_X2: torch.Tensor, cells: SlotCells, shape: Shape = SHAPE) -> torch.Tensor:
-    """``copy_runs`` of slots that tells in the same pass whether what it copied is finite, bool [X]; true for target 0.
-    Moves the layers, not what pads the slot behind them."""
-    return _check(runs_SB, pairs_X2, cells, True, shape)
-
-
-def _check(runs_SB: torch.Tensor, ids: torch.Tensor, cells: SlotCells, copy: bool, shape: Shape) -> torch.Tensor:
     offsets = (cells.layer_bytes, cells.matrix_bytes, cells.window_offset, cells.window_bytes)
     assert not any(offset % 4 for offset in offsets), f"cells must be made of whole 32-bit words: {cells}"
-    assert ids.is_contiguous(), "ids must be contiguous"
-    runs = ids.shape[0]
+    assert ids_X.is_contiguous(), "ids must be contiguous"
+    runs = ids_X.shape[0]
     bad_X = torch.zeros(runs, dtype=torch.int32, device=runs_SB.device)
     if runs and cells.layers:
         layer_words = cells.layer_bytes // 4
@@ -128,7 +110,7 @@ def _check(runs_SB: torch.Tensor, ids: torch.Tensor, cells: SlotCells, copy: boo
         _check_kernel[(min(shape.programs, runs * cells.layers * pieces),)](
             _words(runs_SB),
             runs_SB.shape[1] // 4,
-            ids,
+            ids_X,
             bad_X,
             runs,
             cells.layers,
@@ -139,7 +121,6 @@ def _check(runs_SB: torch.Tensor, ids: torch.Tensor, cells: SlotCells, copy: boo
             (cells.window_offset + cells.window_bytes) // 4,
             *_EXPONENTS[cells.conv_dtype],
             pieces,
-            copy,
             shape.words,
             num_warps=shape.warps,
         )
