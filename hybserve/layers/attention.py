@@ -15,6 +15,7 @@ from hybserve_kernels.attention import (
 )
 from hybserve_kernels.rotary import RotaryTables, rotary_
 
+from hybserve.layers.beside import beside
 from hybserve.layers.linear import Linear, ReducedLinear
 from hybserve.layers.norm import HeadNorms, RMSNorm
 from hybserve.layers.params import Params
@@ -67,10 +68,12 @@ class Attention:
         heads = (self._q_heads, self._kv_heads)
         q_THd = self._prepare(projected_TX, heads, frequencies, step.positions_T, step.locations_T, pool)
         gate_THd, out_TX = self._gates(projected_TX), self._room(hidden_TD)
+        with beside(hidden_TD.device, step.mixed) as rejoin:
+            if step.prefill is not None:
+                prefill_rows(q_THd, pool, step.prefill, self._scale, gate_THd, out_TX)
         if step.decode is not None:
             decode_rows(q_THd, pool, step.decode, self._scale, gate_THd, out_TX)
-        if step.prefill is not None:
-            prefill_rows(q_THd, pool, step.prefill, self._scale, gate_THd, out_TX)
+        rejoin()
         self._o.add_to(hidden_TD, out_TX)
 
     def add_to_last(
@@ -104,7 +107,7 @@ class Attention:
         locations_T: torch.Tensor,
         pool: torch.Tensor,
     ) -> torch.Tensor:
-        """Queries [T, H, d], normed and turned; keys and values to the pool. ``heads``: of q, of kv in ``projected``."""
+        """Queries [T, H, d], normed and turned; keys and values go to the pool. ``heads``: of q and of kv in it."""
         norms = self._norms
         return prepare_rows(
             projected_TX,

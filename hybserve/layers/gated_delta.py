@@ -19,6 +19,7 @@ from hybserve_kernels.gated_delta import (
 )
 from hybserve_kernels.rows import PrefillRows
 
+from hybserve.layers.beside import beside
 from hybserve.layers.linear import Linear, ReducedLinear
 from hybserve.layers.norm import GatedRMSNorm, RMSNorm
 from hybserve.layers.params import Params
@@ -74,6 +75,9 @@ class GatedDelta:
         assert step is not None
         projected_TX = self._in.of_norm(hidden_TD, norm)
         out_TX = torch.empty(hidden_TD.shape[0], self._value_width, dtype=hidden_TD.dtype, device=hidden_TD.device)
+        with beside(hidden_TD.device, step.mixed) as rejoin:
+            if step.prefill is not None:
+                self._prefill_rows(projected_TX, context, step.prefill, out_TX)
         if step.decode is not None:
             decode_rows(
                 projected_TX,
@@ -88,8 +92,7 @@ class GatedDelta:
                 step.decode,
                 out_TX,
             )
-        if step.prefill is not None:
-            self._prefill_rows(projected_TX, context, step.prefill, out_TX)
+        rejoin()
         self._out.add_to(hidden_TD, out_TX)
 
     def _prefill_rows(

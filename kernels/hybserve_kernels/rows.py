@@ -64,3 +64,7 @@ class DeviceStep(NamedTuple):
     decode: DecodeRows | None
     prefill: PrefillRows | None
     last: LastTokens | None = None  # if given, the last layer's output is needed for these alone
+
+    @property
+    def mixed(self) -> bool:
+        return self.decode is not None and self.prefill is not None
