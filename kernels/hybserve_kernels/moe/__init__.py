@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from hybserve_kernels.device import require_cpu
 from hybserve_kernels.linear import linear, linear_swiglu
+from hybserve_kernels.moe.gpu.blocks import Blocks, run_blocks
 from hybserve_kernels.moe.gpu.groups import Groups, run_groups
 from hybserve_kernels.moe.gpu.pairs import Pairs, SharedExpert, run_pairs
 from hybserve_kernels.moe.gpu.route import route_blocks, route_pairs
@@ -86,7 +87,7 @@ def moe_rows(
     shared: torch.Tensor | SharedExpert | None = None,
     shared_gate_T1: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    form: Pairs | Groups | None = None,
+    form: Pairs | Groups | Blocks | None = None,
     add: bool = False,
 ) -> torch.Tensor:
     """Routing, the weighted sum of the chosen experts and, if given, + shared · sigmoid(shared_gate); [T, D].
@@ -120,9 +121,13 @@ def moe_rows(
         routes = route_pairs(scores_TE, top_k, normalise, tokens_1)
         run_pairs(form, x_TD, routes, gate_up_E2FD, down_EDF, shared, shared_gate_T1, out, tokens_1, add)
     else:
-        routes, work = route_blocks(scores_TE, top_k, normalise, tokens_1, form.rows)
+        routes, work = route_blocks(scores_TE, top_k, normalise, tokens_1, form.rows, form.more if isinstance(form, Blocks) else 0)
         assert not isinstance(shared, SharedExpert)
-        run_groups(form, x_TD, routes, work, gate_up_E2FD, down_EDF, shared, shared_gate_T1, out, tokens_1, add)
+        rest = (x_TD, routes, work, gate_up_E2FD, down_EDF, shared, shared_gate_T1, out, tokens_1, add)
+        if isinstance(form, Groups):
+            run_groups(form, *rest)
+        else:
+            run_blocks(form, *rest)
     return out
 
 

@@ -147,6 +147,7 @@ def _alone_kernel(
     E: tl.constexpr,
     X: tl.constexpr,
     BM: tl.constexpr,
+    MORE: tl.constexpr,
     BT: tl.constexpr,
     BE: tl.constexpr,
     BX: tl.constexpr,
@@ -166,13 +167,14 @@ def _alone_kernel(
     rank = tl.cumsum(ones, axis=0) - ones
     tl.store(pairs_ptr + first_row[None, :] + rank, o_t[:, None] * X + number, mask=chosen)
 
-    own_blocks = (total + BM - 1) // BM
+    own_blocks = tl.maximum((total - MORE + BM - 1) // BM, tl.minimum(total, 1))
     block = tl.cumsum(own_blocks, axis=0) - own_blocks
     for at in tl.static_range((BT + BM - 1) // BM):
         mask = own_blocks > at
         tl.store(blocks_ptr + block + at, o_e, mask=mask)
         tl.store(blocks_ptr + blocks + block + at, first_row + at * BM, mask=mask)
-        tl.store(blocks_ptr + 2 * blocks + block + at, tl.minimum(total - at * BM, BM), mask=mask)
+        rows = tl.where(own_blocks > at + 1, BM, total - at * BM)
+        tl.store(blocks_ptr + 2 * blocks + block + at, rows, mask=mask)
     tl.store(blocks_ptr + 2 * blocks + o_b, 0, mask=(o_b >= tl.sum(own_blocks, axis=0)) & (o_b < blocks))
 
 
@@ -190,6 +192,7 @@ def _order_kernel(
     E: tl.constexpr,
     X: tl.constexpr,
     BM: tl.constexpr,
+    MORE: tl.constexpr,
     BE: tl.constexpr,
     BZ: tl.constexpr,
     BP: tl.constexpr,
@@ -221,7 +224,7 @@ def _order_kernel(
         rank = tl.load(ranks_ptr + o_p, mask=mask, other=0)
         tl.store(pairs_ptr + tl.gather(base, expert, 0) + rank, o_p, mask=mask)
 
-    own_blocks = (total + BM - 1) // BM
+    own_blocks = tl.maximum((total - MORE + BM - 1) // BM, tl.minimum(total, 1))
     block_end = tl.cumsum(own_blocks, axis=0)
     block_begin = block_end - own_blocks
     real_blocks = tl.sum(own_blocks, axis=0)
@@ -231,7 +234,7 @@ def _order_kernel(
         expert = tl.sum((block_end[None, :] <= o_b[:, None]).to(tl.int32), axis=1)
         expert = tl.where(real, expert, 0)
         row = tl.gather(first_row, expert, 0) + (o_b - tl.gather(block_begin, expert, 0)) * BM
-        rows = tl.minimum(tl.gather(end, expert, 0) - row, BM)
+        rows = tl.where(o_b + 1 < tl.gather(block_end, expert, 0), BM, tl.gather(end, expert, 0) - row)
         tl.store(blocks_ptr + o_b, expert, mask=o_b < blocks)
         tl.store(blocks_ptr + blocks + o_b, row, mask=o_b < blocks)
         tl.store(blocks_ptr + 2 * blocks + o_b, tl.where(real, rows, 0), mask=o_b < blocks)
@@ -245,9 +248,10 @@ def route_pairs(scores_TE: torch.Tensor, top_k: int, normalise: bool, tokens_1: 
 
 
 def route_blocks(
-    scores_TE: torch.Tensor, top_k: int, normalise: bool, tokens_1: torch.Tensor, rows: int
+    scores_TE: torch.Tensor, top_k: int, normalise: bool, tokens_1: torch.Tensor, rows: int, more: int = 0
 ) -> tuple[Routes, Work]:
-    """The choices, and their pairs in order of the experts in blocks of at most ``rows``; one or two launches."""
+    """The choices, and their pairs in order of the experts in blocks of ``rows``, the last of an expert of up to ``more`` besides
+    or less; one or two launches."""
     tokens, count = scores_TE.shape
     pairs = tokens * top_k
     blocks = min(pairs, count) + pairs // rows
@@ -267,6 +271,7 @@ def route_blocks(
             E=count,
             X=top_k,
             BM=rows,
+            MORE=more,
             BT=at_once,
             BE=triton.next_power_of_2(count),
             BX=triton.next_power_of_2(top_k),
@@ -295,6 +300,7 @@ def route_blocks(
         E=count,
         X=top_k,
         BM=rows,
+        MORE=more,
         BE=triton.next_power_of_2(count),
         BZ=_CHUNKS_AT_ONCE,
         BP=_PAIRS_AT_ONCE,
