@@ -192,28 +192,32 @@ def test_equal_scores_choose_the_lower_ids() -> None:
     assert routes.experts_TX.tolist() == [[0, 1, 2], [4, 5, 0], [0, 1, 2]]
 
 
+@pytest.mark.parametrize("more", [0, 8])
 @pytest.mark.parametrize(
     ("tokens", "real"), [(1, 1), (32, 32), (20, 3), (20, 0), (40, 40), (40, 3), (40, 0), (1100, 1077)]
 )
-def test_blocks_hold_each_pair_once_in_order_of_the_experts(tokens: int, real: int) -> None:
+def test_blocks_hold_each_pair_once_in_order_of_the_experts(tokens: int, real: int, more: int) -> None:
     torch.manual_seed(0)
     scores = torch.randn(tokens, 7, device=DEVICE)
     scores[:, 2] = -50.0
-    routes, work = route_blocks(scores, 3, True, _tokens(real), 16)
+    routes, work = route_blocks(scores, 3, True, _tokens(real), 16, more)
     order = work.pairs[: real * 3].long()
     assert order.sort().values.tolist() == list(range(real * 3))
     chosen = routes.experts_TX.flatten()
-    seen = 0
+    seen, blocks = 0, [0] * 7
     for expert, first, rows in work.blocks_3B.T.tolist():
         if rows:
             assert first == seen
-            assert rows <= 16
+            assert rows <= 16 + more
+            blocks[expert] += 1
             assert set(chosen[order[first : first + rows]].tolist()) == {expert}
             seen += rows
     assert seen == real * 3
     experts = chosen[order].tolist()
     assert experts == sorted(experts)
-    assert len(work.blocks_3B.T) >= sum(-(-experts.count(expert) // 16) for expert in range(7))
+    for expert, own in enumerate(blocks):
+        rows = experts.count(expert)
+        assert own == max(-(-(rows - more) // 16), rows > 0)
 
 
 @FORMS

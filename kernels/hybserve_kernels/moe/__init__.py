@@ -121,7 +121,8 @@ def moe_rows(
         routes = route_pairs(scores_TE, top_k, normalise, tokens_1)
         run_pairs(form, x_TD, routes, gate_up_E2FD, down_EDF, shared, shared_gate_T1, out, tokens_1, add)
     else:
-        routes, work = route_blocks(scores_TE, top_k, normalise, tokens_1, form.rows, form.more if isinstance(form, Blocks) else 0)
+        more = form.more if isinstance(form, Blocks) else 0
+        routes, work = route_blocks(scores_TE, top_k, normalise, tokens_1, form.rows, more)
         assert not isinstance(shared, SharedExpert)
         rest = (x_TD, routes, work, gate_up_E2FD, down_EDF, shared, shared_gate_T1, out, tokens_1, add)
         if isinstance(form, Groups):

@@ -25,8 +25,8 @@ from hybserve_kernels.swiglu.gpu import rounded_swiglu
 
 
 class Blocks(NamedTuple):
-    """``rows`` of one expert in a program, the last up to ``more`` besides (0 = none); where no more than ``last`` are
-    left, a program does so many. Powers of two; ``more`` and ``last`` are less than ``rows``, or ``last`` is the same."""
+    """``rows`` of one expert in a program, the last of an expert ``more`` besides (0 = none), or ``last`` of them where
+    that is enough. Powers of two, ``more`` < ``rows``, ``last`` <= ``rows``."""
 
     rows: int
     more: int
@@ -166,23 +166,23 @@ def _blocks_kernel(
         return
     expert = tl.load(blocks_ptr + block)
     first = tl.load(blocks_ptr + blocks + block)
-    if LAST < BM:
+    if LAST < BM:  # noqa: SIM102 (a constant)
         if rows <= LAST:
             _block(
-                x_ptr, last_box, more_box, w_box, part_box, pairs_ptr, weights_ptr, out_ptr, expert, first, rows, tile, x_stride,
-                N, K, X, LAST, 0, BN, BK, STAGES, UP,
+                x_ptr, last_box, more_box, w_box, part_box, pairs_ptr, weights_ptr, out_ptr, expert, first, rows, tile,
+                x_stride, N, K, X, LAST, 0, BN, BK, STAGES, UP,
             )  # fmt: skip
             return
-    if MORE:
+    if MORE:  # noqa: SIM102
         if rows > BM:
             _block(
-                x_ptr, x_box, more_box, w_box, part_box, pairs_ptr, weights_ptr, out_ptr, expert, first, rows, tile, x_stride,
-                N, K, X, BM, MORE, BN, BK, STAGES, UP,
+                x_ptr, x_box, more_box, w_box, part_box, pairs_ptr, weights_ptr, out_ptr, expert, first, rows, tile,
+                x_stride, N, K, X, BM, MORE, BN, BK, STAGES, UP,
             )  # fmt: skip
             return
     _block(
-        x_ptr, x_box, more_box, w_box, part_box, pairs_ptr, weights_ptr, out_ptr, expert, first, rows, tile, x_stride,
-        N, K, X, BM, 0, BN, BK, STAGES, UP,
+        x_ptr, x_box, more_box, w_box, part_box, pairs_ptr, weights_ptr, out_ptr, expert, first, rows, tile,
+        x_stride, N, K, X, BM, 0, BN, BK, STAGES, UP,
     )  # fmt: skip
 
 

@@ -250,8 +250,8 @@ def route_pairs(scores_TE: torch.Tensor, top_k: int, normalise: bool, tokens_1: 
 def route_blocks(
     scores_TE: torch.Tensor, top_k: int, normalise: bool, tokens_1: torch.Tensor, rows: int, more: int = 0
 ) -> tuple[Routes, Work]:
-    """The choices, and their pairs in order of the experts in blocks of ``rows``, the last of an expert of up to ``more`` besides
-    or less; one or two launches."""
+    """The choices, and their pairs in order of the experts in blocks of ``rows``, the last of an expert up to ``more``
+    longer, or shorter; one or two launches."""
     tokens, count = scores_TE.shape
     pairs = tokens * top_k
     blocks = min(pairs, count) + pairs // rows
