@@ -16,9 +16,12 @@ from hybserve.runner.staging import Shape
 #: Numbers of decode rows that get a graph of their own, and steps between larger ones.
 _ROWS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 _ROWS_APART = 64
-#: Tokens of steps with prefill rows that get a graph. Longer ones are launched kernel by kernel: there the device takes
-#: longer over a kernel than the host over its launch, and padding would cost more than the launches.
+#: Tokens of steps with prefill rows that get a graph. Most longer ones are launched kernel by kernel: there the device
+#: takes longer over a kernel than the host over its launch, and padding would cost more than the launches.
 _TOKENS = (64, 128, 192, 256, 384, 512, 768, 1024)
+#: Decode rows beside the longest chunk that they are made to wait for: such steps are so frequent that they get graphs,
+#: used where the padding is at most one part in so many.
+_BESIDE, _MOST_PADDING = (64, 128), 16
 #: Prefill rows of one of two graphs for each such step: kernels choose other forms for few rows.
 _FEW_ROWS = 4
 
@@ -71,7 +74,9 @@ class Graphs(Generic[Room]):
 
 def _holds(room: object, need: object) -> bool:
     if isinstance(room, Shape) and isinstance(need, Shape):
-        return _kind(room) == _kind(need) and all(have >= wanted for have, wanted in zip(room, need, strict=True))
+        close = room.tokens <= max(_TOKENS[-1], need.tokens + need.tokens // _MOST_PADDING)
+        fits = all(have >= wanted for have, wanted in zip(room, need, strict=True))
+        return close and fits and _kind(room) == _kind(need)
     assert isinstance(room, int)
     assert isinstance(need, int)
     return room >= need
@@ -99,13 +104,21 @@ def graph_rooms(limits: EngineLimits, table_width: int, rows: list[int]) -> list
     tokens, few or many rows, with and without decode rows."""
     running = limits.max_running
     shapes = [Shape(count, count, 0, 0, table_width, 0) for count in rows]
-    for tokens in (tokens for tokens in _TOKENS if tokens <= limits.step_tokens):
+    for tokens in sorted({tokens for tokens in (*_TOKENS, *_beside(limits)) if tokens <= limits.step_tokens}):
         most = min(running, tokens)
         for prefill in {min(_FEW_ROWS, most), most}:
             tiles = tokens // TILE + prefill
-            for decode in (0, most):
+            for decode in (0, most) if tokens <= _TOKENS[-1] else (most,):
                 shapes.append(Shape(tokens, decode, prefill, tiles, table_width, min(running, decode + prefill)))
     return sorted(shapes, key=_size, reverse=True)
+
+
+def _beside(limits: EngineLimits) -> list[int]:
+    """Tokens of steps with the longest chunk beside decode rows, in whole tiles."""
+    if not limits.prefill_beside:
+        return []
+    rows = {min(rows, limits.max_running) for rows in (*_BESIDE, limits.max_running)}
+    return [-(-(limits.prefill_beside + count) // TILE) * TILE for count in rows]
 
 
 def exact_room(need: Shape, limits: EngineLimits, table_width: int) -> Shape:

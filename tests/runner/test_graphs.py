@@ -47,3 +47,17 @@ def test_a_step_takes_the_smallest_room_of_its_own_kind(graphs: Graphs) -> None:
     assert graphs.room_for(exact_room(Shape(103, 3, 9, 11, 3, 12), limits, 16)) == Shape(128, 24, 24, 26, 16, 24)
     assert graphs.room_for(exact_room(Shape(513, 1, 1, 8, 3, 2), limits, 16)) is None
     assert graphs.room_for(exact_room(Shape(100, 0, 1, 2, 3, 0), limits, 16)) is None  # all tokens are read: no graph
+
+
+def test_the_longest_chunk_beside_decode_rows_has_a_room_without_much_padding(graphs: Graphs) -> None:
+    limits = EngineLimits(64, 400, 12, 96, 4096, 4096, 4096, "float32", "float32", "float32", prefill_beside=1216)
+    rooms = graph_rooms(limits, 16, buckets_of(limits.max_running))
+    assert {room.tokens for room in rooms if room.tokens > 1024} == {1280, 1344}
+    for shape in rooms:
+        graphs.capture(shape, lambda _: torch.zeros(1))
+    assert graphs.room_for(exact_room(Shape(1216 + 60, 60, 3, 21, 3, 63), limits, 16)) == Shape(1280, 96, 4, 24, 16, 96)
+    assert graphs.room_for(exact_room(Shape(1216 + 90, 90, 5, 23, 3, 95), limits, 16)) == Shape(
+        1344, 96, 96, 117, 16, 96
+    )
+    assert graphs.room_for(exact_room(Shape(1100, 60, 3, 21, 3, 63), limits, 16)) is None  # padding costs more
+    assert graphs.room_for(exact_room(Shape(1216, 0, 3, 21, 3, 3), limits, 16)) is None
