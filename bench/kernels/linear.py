@@ -29,7 +29,7 @@ from bench.kernels import Row
 from bench.kernels.timing import microseconds, rounds_of
 
 ROWS = (1, 8, 32, 64, 128, 256)
-_SWEPT = (8, 16, 32, 64)
+_SWEPT = (8, 16, 32, 64, 128)
 _DTYPE, _EPS = torch.bfloat16, 1e-6
 _SWEEP = bool(os.environ.get("SWEEP"))
 #: What ``check`` found right, for ``measure`` in the next process: a line each.

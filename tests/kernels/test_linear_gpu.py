@@ -66,7 +66,7 @@ TILES = [
     pytest.param(Tiles(64, 16, 32, 4, 3), 16, 128, 64, id="even"),
     pytest.param(Tiles(32, 16, 32, 2, 3, splits=3), 33, 72, 160, id="split unevenly"),
     pytest.param(Tiles(32, 32, 32, 4, 3, splits=4), 65, 40, 128, id="split, three tiles of rows"),
-    pytest.param(Tiles(64, 16, 32, 4, 2, more=16), 7, 152, 64, id="tiles in two parts"),
+    pytest.param(Tiles(64, 16, 32, 4, 2, more=16, late=1), 7, 152, 64, id="tiles in two parts"),
     pytest.param(Tiles(32, 16, 32, 4, 2, splits=2, more=16), 20, 92, 96, id="split tiles in two parts"),
 ]
 

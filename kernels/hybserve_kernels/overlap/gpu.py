@@ -39,8 +39,7 @@ def let_next(now, EARLY: tl.constexpr):
 
 @triton.jit
 def prefetch(pointers):
-    """Brings the lines at ``pointers`` into the L2 cache. Not for the interpreter. (A bulk prefetch of each row's part,
-    128 bytes and more, made products two to four times slower.)"""
+    """Brings the lines at ``pointers`` into the L2 cache. Not for the interpreter."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
     )

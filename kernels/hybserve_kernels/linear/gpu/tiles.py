@@ -28,11 +28,9 @@ class Tiles(NamedTuple):
     """A tile is ``outputs`` rows of the weight (two of them to an output for swiglu) × ``rows`` of the input (powers of
     two), ``depth`` inputs at a time, which divide K.
 
-    ``more``: further rows of the weight, 0 or a power of two.
-    ``ahead``: so many blocks of ``depth`` inputs are brought into the cache before the kernel begins.
-    ``far``: so many blocks beyond those in the pipeline are brought into the cache later on, 0 for none.
-    ``late``: the next kernel is launched so many blocks before the end, so that what it brings into the cache is not
-    displaced again; a large number for the start."""
+    ``more``: further rows of the weight, 0 or a power of two: tiles of 128 + 64 divide 2 · 12288 of them among 128 of
+    the 132 processors of an H200. ``late``: the next kernel is launched so many blocks of inputs before the end, so
+    that what it brings into the cache is not displaced again; 0 for at once."""
 
     outputs: int
     rows: int
@@ -41,9 +39,12 @@ class Tiles(NamedTuple):
     stages: int
     splits: int = 1
     more: int = 0
-    ahead: int = 2
-    far: int = 0
-    late: int = 1000
+    late: int = 0
+
+
+#: Blocks of inputs that a program brings into the cache before it begins. (More of them, or some in the loop too, cost
+#: more than they gain.)
+_AHEAD = 2
 
 
 @triton.jit
@@ -126,9 +127,8 @@ def _tiles_kernel(
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
     EARLY: tl.constexpr,
-    AHEAD: tl.constexpr,  # blocks of BK inputs, FAR and LATE too
-    FAR: tl.constexpr,
-    LATE: tl.constexpr,
+    AHEAD: tl.constexpr,  # blocks of BK inputs
+    LATE: tl.constexpr,  # likewise
 ):
     tiles_m = tl.cdiv(M, BM)
     tile, tiles = tl.program_id(0), tl.num_programs(0)
@@ -147,7 +147,7 @@ def _tiles_kernel(
     p_w = w_ptr + r_w[:, None] * w_stride + o_k[None, :]
     if MORE:
         p_more = w_ptr + r_more[:, None] * w_stride + o_k[None, :]
-    if AHEAD and EARLY:
+    if EARLY:
         for block in tl.range(first, first + AHEAD, num_stages=1):
             _fetch(w_ptr, r_w, w_stride, block, end, BK)
             if MORE:
@@ -155,17 +155,14 @@ def _tiles_kernel(
     wait(EARLY)
     acc = tl.zeros([BN, BM], dtype=tl.float32)
     acc_more = tl.zeros([MORE if MORE else 1, BM], dtype=tl.float32)
+    launch = tl.maximum(first, end - LATE) if LATE else first
     for block in tl.range(first, end, num_stages=STAGES):
-        let_next(block == tl.maximum(first, end - LATE), EARLY)
+        let_next(block == launch, EARLY)
         w, x = tl.load(p_w), tl.load(p_x)
         acc = dot(w, x, acc)
         if MORE:
             acc_more = dot(tl.load(p_more), x, acc_more)
             p_more += BK
-        if FAR and EARLY:
-            _fetch(w_ptr, r_w, w_stride, block + STAGES - 1 + FAR, end, BK)
-            if MORE:
-                _fetch(w_ptr, r_more, w_stride, block + STAGES - 1 + FAR, end, BK)
         p_w += BK
         p_x += BK
 
@@ -234,8 +231,7 @@ def tiles(
         BIAS=bias_N is not None,
         ADD=add,
         EARLY=early,
-        AHEAD=config.ahead,
-        FAR=config.far,
+        AHEAD=_AHEAD,
         LATE=config.late,
         launch_pdl=early,
         num_warps=config.warps,
