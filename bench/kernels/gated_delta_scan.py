@@ -23,7 +23,18 @@ from bench.kernels.timing import microseconds, rounds_of
 
 DEVICE = "cuda"
 HEADS, EPS = (16, 32, 128, 128), 1e-6
-SHAPES = [Shape(*shape) for shape in [(64, 4, 2), (64, 4, 3), (128, 8, 2)]]
+SHAPES = [
+    Shape(*shape)
+    for shape in [
+        (64, 4, 2),
+        (64, 4, 3),
+        (64, 4, 3, True),
+        (64, 4, 3, True, 16),
+        (64, 4, 3, True, 32),
+        (128, 8, 2),
+        (128, 8, 2, True),
+    ]
+]
 SWEEP = SHAPES if os.environ.get("SWEEP") == "1" else []
 PEERS = {(1, 2048): 110.0, (1, 8192): 258.0, (1, 32768): 839.0, (8, 1024): 111.0, (4, 4096): 192.0}
 #: What the bar of a factor 1.5 counts from.
@@ -120,7 +131,7 @@ def _rounded(
         lower = (k_x @ k_x.mT * pair * beta_x[:, :, None]).tril(-1)
         solve = narrow(_inverse(lower, torch.float32 if dtype == torch.float32 else torch.float16) * beta_x[:, None])
         fall, kept = sums.exp()[:, :, None], narrow(state)
-        change = solve @ v_x - solve @ narrow(fall * (k_x @ kept))
+        change = solve @ narrow(v_x - fall * (k_x @ kept))
         outputs.append(fall * (q_x @ kept) + narrow(q_x @ k_x.mT * pair) @ narrow(change))
         last = sums[:, -1:]
         state = state * last.exp()[:, :, None] + k_x.mT @ narrow(change * (last - sums).exp()[:, :, None])

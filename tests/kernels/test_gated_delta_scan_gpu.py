@@ -61,7 +61,7 @@ class Inputs:
         self.qkv = torch.cat([part.flatten(1) for part in (self.q, self.k, self.v)], dim=1)
         self.g = -(torch.rand(tokens, value_heads, device=DEVICE) ** 4)
         self.beta = torch.rand(tokens, value_heads, device=DEVICE)
-        self.z = torch.randn(tokens, value_heads * value_dim + 7, device=DEVICE).to(dtype)
+        self.z = torch.randn(tokens, value_heads * value_dim + 8, device=DEVICE).to(dtype)
         self.z_view = self.z[:, : value_heads * value_dim].unflatten(1, (value_heads, value_dim))
         self.weight = torch.rand(value_dim, device=DEVICE).to(dtype) + 0.5
         self.matrices = torch.full((10, 2, value_heads, key_dim, value_dim), NAN, dtype=state_dtype, device=DEVICE)
@@ -98,7 +98,7 @@ def test_rows_are_the_reference(heads: tuple[int, int, int, int], dtype: torch.d
     exports = {(0, 0): 4, (0, 2): 6, (4, 0): 7}
     inputs = Inputs(heads, sum(COUNTS) + 3, dtype, filled)
     before = inputs.matrices.clone()
-    shape = Shape(16, 4, 2) if heads[3] == 64 else None  # several slices and a kernel of its own for the norm
+    shape = Shape(16, 4, 2, True, 1) if heads[3] == 64 else None  # slices, pieces and a kernel of its own for the norm
     out = inputs.run(_rows(COUNTS, STARTS, SLOTS, exports), shape)
     after = inputs.matrices.float()
     begin = 0

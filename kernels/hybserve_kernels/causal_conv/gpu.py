@@ -33,7 +33,7 @@ class Shape(NamedTuple):
 
 
 #: Tiles of a step, at most, to the best shape for heads of 128 channels on an H200.
-SHAPES = {4: Shape(16, 4, 4, True), 1 << 30: Shape(16, 8, 2, False)}
+SHAPES = {4: Shape(16, 4, 4, True), 1 << 30: Shape(32, 8, 4, True)}
 #: Channels of a program that writes windows.
 _CHANNELS = 512
 
