@@ -111,8 +111,10 @@ class DeviceExecutor:
         """Compile what the usual steps need, many kernels at a time: before anything is launched."""
         rows = buckets_of(self._limits.max_running)
         shapes = {(shape.tokens, shape.prefill_rows > 0): shape for shape in self._usual_shapes(rows)}
+        lone = self._largest._replace(decode_rows=0, prefill_rows=1, last=1)  # there are forms for one row alone
+        lones = [lone._replace(tokens=tokens, tiles=tokens // TILE) for tokens in (lone.tokens, TILE)]
         with compiled_ahead():
-            for shape in (self._largest, *shapes.values()):
+            for shape in (self._largest, *shapes.values(), *lones):
                 _, _, step = self._staging.views(shape, self._tables_SM)
                 self._model.rehearse(step.positions_T.new_zeros(shape.tokens), self._context(step))
             for count in rows:
