@@ -33,7 +33,7 @@ _PROCESSORS, _CACHED = 12 if triton.knobs.runtime.interpret else 132, 24 << 20
 #: Most programs that share a history, and the fewest blocks of keys that one of them is started for.
 _SHARES, _LEAST = 32, 4
 #: Queries that a program of the second launch joins.
-_JOINED = 8
+_JOINED = 4
 
 
 #: Whether launches without a given shape go to ``prefill_warpgroups`` where that has a form for them.

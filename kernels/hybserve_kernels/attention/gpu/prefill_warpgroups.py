@@ -46,6 +46,15 @@ def box(pool_P2JGd: torch.Tensor) -> TensorDescriptor:
 
 
 @gluon.jit
+def _sigmoid(x):
+    """Good to some units in the last place of fp32, which is rounded to 16 bits."""
+    ones = 1.0 + gl.exp2(x * -1.4426950408889634)
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [ones], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def _place(table, block, page_rows, head_row, PAGE: gl.constexpr, KEYS: gl.constexpr):
     """Row of ``memory`` where the keys of a block begin; a block before the first is the first."""
     first = gl.maximum(block, 0) * KEYS
@@ -195,8 +204,9 @@ def prefill(
     weights, carry, peak, total = _weigh(scores, peak, total, scale, KIND, weight_layout, sum_layout)
     summed = gl.zeros([QUERIES, DIM], gl.float32, layout=sum_layout)
     # Keys have one of three slots, values one of two; the places are those of the blocks to be fetched.
-    value_place = key_place_2 + VALUES
-    middle_place = value_place
+    # (Two names for one value, of which one becomes the other in the loop, would be taken for constants.)
+    value_place = key_place_1 + VALUES
+    middle_place = key_place_2 + VALUES
     slot = 1
     phase = 0
     mbarrier.wait(k_ready.index(1), 0, pred=steps > 1)
@@ -234,11 +244,12 @@ def prefill(
 
     if each_share >= blocks:
         # Through the memory of the queries into a layout of long runs.
-        q_mem.store((summed / gl.convert_layout(total, gl.SliceLayout(1, sum_layout))[:, None]).to(KIND))
+        share_of = gl.convert_layout(1.0 / total, gl.SliceLayout(1, sum_layout))
+        q_mem.store((summed * share_of[:, None]).to(KIND))
         _barrier()
         result = q_mem.load(run_layout)
         if GATED:
-            factor = (1.0 / (1.0 + gl.exp(-gated.to(gl.float32)))).to(KIND)
+            factor = _sigmoid(gated.to(gl.float32)).to(KIND)
             result = (result.to(gl.float32) * factor.to(gl.float32)).to(KIND)
         gl.store(out + (tokens * out_stride + heads * DIM)[:, None] + dims[None, :], result, mask=own)
     else:
