@@ -23,8 +23,8 @@ def round_to_bf16(values, position, row, column):
     """``values`` fp32 [R, C] up or down to a neighbour in bf16, with the odds of their distance. ``position``: of the
     token after which they are written; ``row`` [R] (head · K + k) and ``column`` [C] (v) say which elements."""
     by_row = _mixed(_mixed(position.to(tl.uint32)) + row.to(tl.uint32))
-    by_column = _mixed(column.to(tl.uint32) + 0x9E3779B9)
-    noise = ((by_row[:, None] ^ by_column[None, :]) * 0x9E3779B1) >> 16
-    bits = (values.to(tl.uint32, bitcast=True) + noise) & 0xFFFF0000
-    rounded = bits.to(tl.float32, bitcast=True)
-    return tl.where(tl.abs(values) < float("inf"), rounded, values).to(tl.bfloat16)
+    by_column = _mixed(column.to(tl.uint32) + 0x9E3779B9) | 1  # odd: the product is as evenly spread as its factor
+    noise = (by_row[:, None] * by_column[None, :]) >> 16
+    # Of a NaN as arithmetic makes it the noise would make zero.
+    bits = tl.minimum(values.to(tl.int32, bitcast=True), 0x7FF00000).to(tl.uint32, bitcast=True) + noise
+    return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
