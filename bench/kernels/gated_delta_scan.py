@@ -35,6 +35,8 @@ SHAPES = [
         (128, 8, 2, True),
     ]
 ]
+#: The shape of one row alone in pieces as short as those of the check need to be.
+PIECES = Shape(64, 4, 3, True, 1)
 SWEEP = SHAPES if os.environ.get("SWEEP") == "1" else []
 PEERS = {(1, 2048): 110.0, (1, 8192): 258.0, (1, 32768): 839.0, (8, 1024): 111.0, (4, 4096): 192.0}
 #: What the bar of a factor 1.5 counts from.
@@ -248,7 +250,7 @@ def check() -> None:
             )
             print(_line(" expected", _errors(case.rounded, case.exact)))
             plain = dtype == torch.bfloat16 and state_dtype == torch.float32
-            for shape in [None, *([*CHOSEN.values(), *SWEEP] if plain else [])]:
+            for shape in [None, *([*CHOSEN.values(), PIECES, *SWEEP] if plain else [])]:
                 flaw, errors = _flaw(case, shape)
                 label = " ".join(map(str, shape or ("default",)))
                 print(_line(f" {label}", errors), flaw, flush=True)
