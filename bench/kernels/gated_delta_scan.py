@@ -24,16 +24,13 @@ from bench.kernels.timing import microseconds, rounds_of
 DEVICE = "cuda"
 HEADS, EPS = (16, 32, 128, 128), 1e-6
 SHAPES = [
-    Shape(*shape)
-    for shape in [
-        (64, 4, 2),
-        (64, 4, 3),
-        (64, 4, 3, True),
-        (64, 4, 3, True, 16),
-        (64, 4, 3, True, 32),
-        (128, 8, 2),
-        (128, 8, 2, True),
-    ]
+    Shape(64, 4, 2),
+    Shape(64, 4, 3),
+    Shape(64, 4, 3, True),
+    Shape(64, 4, 3, True, 16),
+    Shape(64, 4, 3, True, 32),
+    Shape(128, 8, 2),
+    Shape(128, 8, 2, True),
 ]
 #: The shape of one row alone in pieces as short as those of the check need to be.
 PIECES = Shape(64, 4, 3, True, 1)
