@@ -17,10 +17,11 @@ import triton.language as tl
 from hybserve_kernels.overlap import overlaps_at
 from hybserve_kernels.overlap.gpu import begin
 
-#: Tokens chosen for at a time by a program, and most chunks that the second launch looks through.
-_TOKENS, _MOST_CHUNKS = 8, 128
+#: Least and most tokens chosen for at a time by a program, and most chunks that the second launch looks through.
+_TOKENS, _MOST_TOKENS, _MOST_CHUNKS = 8, 8, 128
 #: Most tokens that one program chooses for and puts in order alone, at two a warp.
 _ALONE = 32
+_MOST_WARPS, _ORDER_WARPS = 16, 4
 #: Chunks, pairs and blocks at a time in the second launch.
 _CHUNKS_AT_ONCE, _PAIRS_AT_ONCE, _BLOCKS_AT_ONCE = 16, 256, 32
 
@@ -282,11 +283,12 @@ def route_blocks(
             num_warps=at_once // 2,
         )
         return routes, work
-    turns = triton.next_power_of_2(triton.cdiv(tokens, _TOKENS * _MOST_CHUNKS))
-    chunks = triton.cdiv(tokens, _TOKENS * turns)
+    chunk = max(_TOKENS, triton.next_power_of_2(triton.cdiv(tokens, _MOST_CHUNKS)))
+    at_once = min(chunk, _MOST_TOKENS)
+    chunks = triton.cdiv(tokens, chunk)
     ranks = torch.empty_like(routes.experts_TX)
     counts = ranks.new_empty(chunks, count)
-    _launch_route(routes, scores_TE, normalise, tokens_1, ranks, counts, _TOKENS, turns)
+    _launch_route(routes, scores_TE, normalise, tokens_1, ranks, counts, at_once, chunk // at_once)
     _order_kernel[(chunks,)](
         tokens_1,
         routes.experts_TX,
@@ -305,10 +307,10 @@ def route_blocks(
         BZ=_CHUNKS_AT_ONCE,
         BP=_PAIRS_AT_ONCE,
         BB=_BLOCKS_AT_ONCE,
-        CHUNK=_TOKENS * turns,
+        CHUNK=chunk,
         EARLY=early,
         launch_pdl=early,
-        num_warps=4,
+        num_warps=_ORDER_WARPS,
     )
     return routes, work
 
@@ -350,5 +352,5 @@ def _launch_route(
         COUNT=ranks_TX is not None,
         EARLY=early,
         launch_pdl=early,
-        num_warps=1 if at_once == 1 else 4,
+        num_warps=min(max(1, at_once // 2), _MOST_WARPS),
     )

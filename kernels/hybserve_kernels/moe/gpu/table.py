@@ -8,23 +8,24 @@ import functools
 import torch
 import triton
 
+from hybserve_kernels.moe.gpu.blocks import Blocks
 from hybserve_kernels.moe.gpu.groups import Groups, Tile
 from hybserve_kernels.moe.gpu.pairs import Pairs
 
 #: (E, X, D, F) to (most tokens, form) for 16-bit dtypes, rising; the last has no limit.
-_H200: dict[tuple[int, int, int, int], tuple[tuple[int, Pairs | Groups], ...]] = {
+_H200: dict[tuple[int, int, int, int], tuple[tuple[int, Pairs | Groups | Blocks], ...]] = {
     (256, 8, 2048, 512): (
         (8, Pairs(2, 2048, 4, 4, 512, 4)),
         (256, Groups(16, Tile(64, 128, 4, 2), Tile(64, 128, 4, 3))),
-        (1024, Groups(32, Tile(64, 128, 4, 3), Tile(64, 128, 4, 4))),
-        (2047, Groups(64, Tile(128, 64, 8, 4), Tile(256, 64, 8, 3))),
-        (1 << 30, Groups(128, Tile(128, 64, 8, 3), Tile(256, 64, 8, 3))),
+        (512, Groups(32, Tile(64, 128, 4, 3), Tile(64, 128, 4, 4))),
+        (2047, Blocks(64, 32, 64, Tile(64, 64, 4, 3), Tile(128, 64, 4, 4))),
+        (1 << 30, Blocks(128, 32, 64, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4))),
     ),
 }
 
 
 @functools.cache
-def choose(dtype: torch.dtype, tokens: int, count: int, top_k: int, dim: int, width: int) -> Pairs | Groups:
+def choose(dtype: torch.dtype, tokens: int, count: int, top_k: int, dim: int, width: int) -> Pairs | Groups | Blocks:
     """The form for T = ``tokens``: by the shape alone, never by a measurement at run time."""
     if dtype.itemsize == 2:
         for most, form in _H200.get((count, top_k, dim, width), ()):
