@@ -37,6 +37,8 @@ _COMFORT_TOKENS = 2048
 _COMFORT_SEQ_LEN, _LEAST_SEQ_LEN = 8192, 1024
 _COMFORT_RUNNING, _FEW_RUNNING = 8, 2
 _COMFORT_STEP, _LEAST_STEP, _LEAST_STEP_GPU = 512, 64, 512
+#: More would not leave room for a block of keys in shared memory.
+_MOST_HEAD_DIM_GPU = 256
 
 
 class Rank(msgspec.Struct, frozen=True):
@@ -104,8 +106,8 @@ def make_frame(spec: ModelSpec, deployment: Deployment, facts: MemoryFacts, weig
     if cuda and cache.page_size % GPU_SCAN_TILE:
         raise ConfigError(f"cache.page_size: must be a multiple of {GPU_SCAN_TILE} on a GPU, got {cache.page_size}")
     head_dim = spec.attention.head_dim if spec.attention is not None else 64
-    if cuda and head_dim & (head_dim - 1):
-        raise ConfigError(f"engine.backend: the GPU kernels need a head_dim that is a power of two, got {head_dim}")
+    if cuda and head_dim > _MOST_HEAD_DIM_GPU:
+        raise ConfigError(f"engine.backend: the GPU kernels take a head_dim up to {_MOST_HEAD_DIM_GPU}, got {head_dim}")
     known: dict[object, int] = {}
 
     def weigh(share: RankShare) -> int:

@@ -15,7 +15,7 @@ from hybserve_kernels.rows import TILE, DecodeRows, PrefillRows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = 0.3
-HEADS = [(4, 2, 16), (4, 1, 32), (2, 2, 32), (3, 1, 64)]
+HEADS = [(4, 2, 16), (4, 1, 32), (2, 2, 24), (3, 1, 64)]
 DTYPES = [torch.float32, torch.bfloat16]
 CLOSE = {torch.float32: (1e-4, 1e-5), torch.float16: (4e-3, 4e-3), torch.bfloat16: (2e-2, 2e-2)}
 

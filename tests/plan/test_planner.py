@@ -177,7 +177,7 @@ def test_planning_a_large_model_is_quick_and_needs_no_torch(model_dir):
     ("changes", "dims", "words"),
     [
         ({"cache.page_size": 48}, {"d": 256}, r"cache\.page_size: must be a multiple of 64 on a GPU, got 48"),
-        ({}, {"d": 20}, r"head_dim that is a power of two, got 20"),
+        ({}, {"d": 320}, r"head_dim up to 256, got 320"),
     ],
 )
 def test_what_the_gpu_kernels_cannot_do_is_refused(make_spec, changes, dims, words):

@@ -24,6 +24,7 @@ import triton.language as tl
 
 from hybserve_kernels.attention.gpu import prefill_warpgroups
 from hybserve_kernels.attention.gpu.dot import dot
+from hybserve_kernels.attention.gpu.lanes import lanes_inside
 from hybserve_kernels.attention.gpu.memory import box
 from hybserve_kernels.rows import TILE, PrefillRows
 
@@ -75,7 +76,7 @@ def prefill_rows(
     assert out_TX.stride(1) == 1
     assert gate_THd is None or gate_THd.stride(2) == 1
     assert page % TILE == 0
-    assert dim & (dim - 1) == 0
+    lanes = triton.next_power_of_2(dim)
     group = triton.next_power_of_2(heads // kv_heads)
     warpgroups = WARPGROUPS and shape is None and prefill_warpgroups.fits(q_THd)
     if warpgroups:
@@ -93,9 +94,15 @@ def prefill_rows(
     cached = rows.tiles * TILE * kv_heads * dim * 2 * q_THd.element_size() <= _CACHED
     gate = q_THd if gate_THd is None else gate_THd
     kernel: Any = prefill_warpgroups.prefill if warpgroups else _prefill
+    memory: Any = pool_P2JGd
+    width = {} if warpgroups else {"LANES": lanes}
+    if warpgroups:
+        memory = prefill_warpgroups.box(pool_P2JGd)
+    elif dim == lanes:
+        memory = box(pool_P2JGd, keys)
     kernel[(units * shares,)](
         q_THd,
-        prefill_warpgroups.box(pool_P2JGd) if warpgroups else box(pool_P2JGd, keys),
+        memory,
         pool_P2JGd,
         rows.begins_R,
         rows.counts_R,
@@ -119,6 +126,7 @@ def prefill_rows(
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,
+        **width,
         PAGE=page,
         TOKENS=tokens,
         MEMBERS=group,
@@ -146,6 +154,7 @@ def prefill_rows(
             HEADS=heads,
             KV_HEADS=kv_heads,
             DIM=dim,
+            LANES=lanes,
             TOKENS=tokens,
             MEMBERS=group,
             KEYS=keys,
@@ -164,6 +173,15 @@ def _weigh(scores, peak, total, scale, TYPE: tl.constexpr):
     weights = tl.exp2(scores * scale - higher[:, None])
     carry = tl.exp2(peak - higher)
     return weights.to(TYPE), carry, higher, total * carry + tl.sum(weights, 1)
+
+
+@triton.jit
+def _box_of(memory, row, KEYS: tl.constexpr, DIM: tl.constexpr, LANES: tl.constexpr):
+    """Rows of the pool as [KEYS, LANES]; ``memory`` has boxes where a row is as wide as one."""
+    if DIM == LANES:
+        return memory.load([row, 0])
+    rows, dims = row.to(tl.int64) + tl.arange(0, KEYS), tl.arange(0, LANES)
+    return tl.load(memory + rows[:, None] * DIM + dims[None, :], mask=(dims < DIM)[None, :], other=0.0)
 
 
 @triton.jit
@@ -204,6 +222,7 @@ def _prefill(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    LANES: tl.constexpr,
     PAGE: tl.constexpr,
     TOKENS: tl.constexpr,
     MEMBERS: tl.constexpr,
@@ -243,12 +262,13 @@ def _prefill(
     indices = offset + lines // MEMBERS
     tokens = (tl.load(begins + row) + indices).to(tl.int64)
     heads = kv_head * GROUP + lines % MEMBERS
-    dims = tl.arange(0, DIM)
-    own = ((indices < count) & (lines % MEMBERS < GROUP))[:, None]
+    dims = tl.arange(0, LANES)
+    inside = lanes_inside(DIM, LANES)[None, :]
+    own = ((indices < count) & (lines % MEMBERS < GROUP))[:, None] & inside
     queries = tl.load(q + (tokens * HEADS + heads)[:, None] * DIM + dims[None, :], mask=own, other=0.0)
     peak = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
-    summed = tl.zeros([QUERIES, DIM], tl.float32)
+    summed = tl.zeros([QUERIES, LANES], tl.float32)
 
     nothing = tl.zeros([QUERIES, KEYS], tl.float32)
     head_row = kv_head * PAGE
@@ -256,22 +276,23 @@ def _prefill(
     for step in tl.range(block, whole):
         first = step * KEYS
         place = tl.load(table + first // PAGE) * page_rows + head_row + first % PAGE
-        scores = dot(queries, memory.load([place, 0]).T, nothing)
+        scores = dot(queries, _box_of(memory, place, KEYS, DIM, LANES).T, nothing)
         weights, carry, peak, total = _weigh(scores, peak, total, scale, q.dtype.element_ty)
-        summed = dot(weights, memory.load([place + KV_HEADS * PAGE, 0]), summed * carry[:, None])
+        values = _box_of(memory, place + KV_HEADS * PAGE, KEYS, DIM, LANES)
+        summed = dot(weights, values, summed * carry[:, None])
 
     lanes = tl.arange(0, KEYS)
     for step in tl.range(whole, last, num_stages=1):
         first = step * KEYS
         place = tl.load(table + first // PAGE) * page_rows + head_row + first % PAGE
-        scores = dot(queries, memory.load([place, 0]).T, nothing)
+        scores = dot(queries, _box_of(memory, place, KEYS, DIM, LANES).T, nothing)
         seen = first + lanes[None, :] <= start + indices[:, None]
         weights, carry, peak, total = _weigh(
             tl.where(seen, scores, float("-inf")), peak, total, scale, q.dtype.element_ty
         )
         value_rows = place.to(tl.int64) + KV_HEADS * PAGE + lanes
         written = (first + lanes < end)[:, None]
-        values = tl.load(pool + value_rows[:, None] * DIM + dims[None, :], mask=written, other=0.0)
+        values = tl.load(pool + value_rows[:, None] * DIM + dims[None, :], mask=written & inside, other=0.0)
         summed = dot(weights, values, summed * carry[:, None])
 
     if each_share >= blocks:
@@ -284,7 +305,7 @@ def _prefill(
         )
     else:
         piece = ((part * KV_HEADS + kv_head) * shares + share).to(tl.int64)
-        tl.store(sums + (piece * QUERIES + lines)[:, None] * DIM + dims[None, :], summed)
+        tl.store(sums + (piece * QUERIES + lines)[:, None] * DIM + dims[None, :], summed, mask=inside)
         tl.store(peaks + piece * 2 * QUERIES + lines, peak)
         tl.store(peaks + (piece * 2 + 1) * QUERIES + lines, total)
 
@@ -310,6 +331,7 @@ def _join(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    LANES: tl.constexpr,
     TOKENS: tl.constexpr,
     MEMBERS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -345,16 +367,18 @@ def _join(
     peak = tl.max(heights, 0)
     totals = tl.load(peaks + places + ALL, mask=there, other=0.0)
     total = tl.sum(tl.where(there, tl.exp2(heights - peak[None, :]) * totals, 0.0), 0)
-    dims = tl.arange(0, DIM)
-    summed = tl.zeros([QUERIES, DIM], tl.float32)
+    dims = tl.arange(0, LANES)
+    inside = lanes_inside(DIM, LANES)[None, :]
+    summed = tl.zeros([QUERIES, LANES], tl.float32)
     for piece in tl.range(first, first + used):
         weight = tl.exp2(tl.load(peaks + piece * 2 * ALL + lines) - peak)
-        summed += weight[:, None] * tl.load(sums + (piece * ALL + lines)[:, None] * DIM + dims[None, :])
+        left = sums + (piece * ALL + lines)[:, None] * DIM + dims[None, :]
+        summed += weight[:, None] * tl.load(left, mask=inside, other=0.0)
 
     indices = offset + lines // MEMBERS
     tokens = (tl.load(begins + row) + indices).to(tl.int64)
     heads = kv_head * GROUP + lines % MEMBERS
-    own = ((indices < count) & (lines % MEMBERS < GROUP))[:, None]
+    own = ((indices < count) & (lines % MEMBERS < GROUP))[:, None] & inside
     result = (summed / total[:, None]).to(out.dtype.element_ty)
     gates = gate + (tokens * gate_token_stride + heads * gate_head_stride)[:, None] + dims[None, :]
     tl.store(
