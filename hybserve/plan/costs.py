@@ -24,7 +24,7 @@ SCAN_TILE = 64
 
 #: Seconds that a prefill chunk may keep running decodes waiting, and the floating-point operations a second of such
 #: chunks on a GPU (an H200 reaches this with 16-bit weights).
-DECODE_STALL, PREFILL_RATE = 0.0285, 600e12
+DECODE_STALL, PREFILL_RATE = 0.026, 600e12
 #: Seconds of prefill that may wait for admission before throughput comes before the decodes' pace.
 PREFILL_BACKLOG = 1.0
 

@@ -115,7 +115,8 @@ class DeviceExecutor:
         lones = [lone._replace(tokens=tokens, tiles=tokens // TILE) for tokens in (lone.tokens, TILE)]
         with compiled_ahead():
             for shape in (self._largest, *shapes.values(), *lones):
-                _, _, step = self._staging.views(shape, self._tables_SM)
+                tokens_T, seqs_T, step = self._staging.views(shape, self._tables_SM)
+                gather_tokens(tokens_T, seqs_T, self._last_token_S)
                 self._model.rehearse(step.positions_T.new_zeros(shape.tokens), self._context(step))
             for count in rows:
                 self._sampler.rehearse(self._head(count))

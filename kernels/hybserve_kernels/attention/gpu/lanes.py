@@ -8,5 +8,7 @@ import triton.language as tl
 def lanes_inside(DIM: tl.constexpr, LANES: tl.constexpr):
     """Which of [LANES] belong to the head; all of them, as a constant that costs nothing, where that is so."""
     if DIM == LANES:
-        return tl.full([LANES], 1, tl.int1)
-    return tl.arange(0, LANES) < DIM
+        inside = tl.full([LANES], 1, tl.int1)
+    else:
+        inside = tl.arange(0, LANES) < DIM
+    return inside

@@ -37,10 +37,6 @@ _SHARES, _LEAST = 32, 4
 _JOINED = 4
 
 
-#: Whether launches without a given shape go to ``prefill_warpgroups`` where that has a form for them.
-WARPGROUPS = False
-
-
 class Shape(NamedTuple):
     """How a launch is cut: queries of a program (tokens times heads), keys of a block, warps, blocks in flight."""
 
@@ -78,7 +74,7 @@ def prefill_rows(
     assert page % TILE == 0
     lanes = triton.next_power_of_2(dim)
     group = triton.next_power_of_2(heads // kv_heads)
-    warpgroups = WARPGROUPS and shape is None and prefill_warpgroups.fits(q_THd)
+    warpgroups = shape is None and prefill_warpgroups.fits(q_THd)
     if warpgroups:
         shape = Shape(prefill_warpgroups.QUERIES, prefill_warpgroups.KEYS, 8, 2)
     queries, keys, warps, stages = shape or shape_of(q_THd.dtype, dim)
@@ -179,9 +175,11 @@ def _weigh(scores, peak, total, scale, TYPE: tl.constexpr):
 def _box_of(memory, row, KEYS: tl.constexpr, DIM: tl.constexpr, LANES: tl.constexpr):
     """Rows of the pool as [KEYS, LANES]; ``memory`` has boxes where a row is as wide as one."""
     if DIM == LANES:
-        return memory.load([row, 0])
-    rows, dims = row.to(tl.int64) + tl.arange(0, KEYS), tl.arange(0, LANES)
-    return tl.load(memory + rows[:, None] * DIM + dims[None, :], mask=(dims < DIM)[None, :], other=0.0)
+        found = memory.load([row, 0])
+    else:
+        rows, dims = row.to(tl.int64) + tl.arange(0, KEYS), tl.arange(0, LANES)
+        found = tl.load(memory + rows[:, None] * DIM + dims[None, :], mask=(dims < DIM)[None, :], other=0.0)
+    return found
 
 
 @triton.jit

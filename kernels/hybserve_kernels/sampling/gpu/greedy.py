@@ -63,7 +63,7 @@ def _pieces_kernel(
 
 
 @triton.jit
-def _combine_kernel(best_ptr, at_ptr, finite_ptr, tokens_ptr, finite_rows_ptr, pieces, PIECES: tl.constexpr):
+def _best_kernel(best_ptr, at_ptr, finite_ptr, tokens_ptr, finite_rows_ptr, pieces, PIECES: tl.constexpr):
     row = tl.program_id(0)
     piece = tl.arange(0, PIECES)
     mask = piece < pieces
@@ -102,7 +102,5 @@ def greedy_rows(logits_RC: torch.Tensor, shape: Shape = SHAPE) -> tuple[torch.Te
             num_warps=shape.warps,
         )
         padded = triton.next_power_of_2(pieces)
-        _combine_kernel[(rows,)](
-            best_RN, at_RN, good_RN, tokens_R, finite_R.view(torch.int8), pieces, padded, num_warps=1
-        )
+        _best_kernel[(rows,)](best_RN, at_RN, good_RN, tokens_R, finite_R.view(torch.int8), pieces, padded, num_warps=1)
     return tokens_R, finite_R
