@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from hybserve_kernels.moe import moe_rows, reference
+from hybserve_kernels.moe.gpu.blocks import Blocks
 from hybserve_kernels.moe.gpu.groups import Groups, Tile
 from hybserve_kernels.moe.gpu.pairs import Pairs
 from hybserve_kernels.moe.gpu.route import route_blocks, route_pairs
@@ -21,7 +22,7 @@ DEVICE = "cuda"
 EXPERTS, TOP_K, DIM, WIDTH = 256, 8, 2048, 512
 SWEEP = os.environ.get("SWEEP") == "1"
 CLOSE = {torch.float32: (1e-4, 1e-4), torch.float16: (4e-3, 4e-3), torch.bfloat16: (2e-2, 1e-2)}
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 2048, 8192, 16384)
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192, 16384)
 
 _PAIRS = [
     Pairs(*shape)
@@ -47,17 +48,16 @@ _FEW = [
     ]
 ]
 _MANY = [
-    Groups(rows, Tile(*up), Tile(*down))
-    for rows, up, down in [
-        (32, (64, 128, 4, 3), (64, 128, 4, 4)),
-        (64, (64, 64, 4, 4), (128, 64, 4, 4)),
-        (64, (128, 64, 8, 3), (128, 64, 8, 4)),
-        (64, (128, 64, 8, 4), (256, 64, 8, 3)),
-        (128, (64, 64, 4, 4), (128, 64, 4, 4)),
-        (128, (64, 64, 8, 4), (128, 64, 8, 4)),
-        (128, (128, 64, 8, 3), (256, 64, 8, 3)),
-        (128, (128, 64, 8, 4), (128, 128, 8, 3)),
-        (256, (64, 64, 8, 4), (128, 64, 8, 4)),
+    Blocks(*cut, Tile(*up), Tile(*down))
+    for cut, up, down in [
+        ((64, 0, 64), (128, 64, 8, 4), (128, 64, 4, 4)),
+        ((64, 32, 64), (64, 64, 4, 3), (128, 64, 4, 4)),
+        ((64, 32, 64), (128, 64, 8, 4), (256, 64, 8, 4)),
+        ((128, 0, 128), (128, 64, 8, 4), (256, 64, 8, 4)),
+        ((128, 0, 64), (128, 64, 8, 4), (128, 64, 4, 3)),
+        ((128, 16, 64), (128, 64, 8, 4), (256, 64, 8, 3)),
+        ((128, 32, 64), (128, 64, 8, 3), (256, 64, 8, 4)),
+        ((128, 32, 64), (128, 64, 8, 4), (256, 64, 8, 4)),
     ]
 ]
 
@@ -87,12 +87,12 @@ def _step(tokens: int, count: int, dim: int, dtype: torch.dtype, real: int | Non
     return Step(x, scores, shared, gate, used)
 
 
-def _call(model: Model, step: Step, top_k: int, form: Pairs | Groups | None) -> torch.Tensor:
+def _call(model: Model, step: Step, top_k: int, form: Pairs | Groups | Blocks | None) -> torch.Tensor:
     x, scores, shared, gate, tokens = step
     return moe_rows(x, scores, top_k, True, *model, tokens, shared, gate, form=form)
 
 
-def _forms(tokens: int) -> list[Pairs | Groups | None]:
+def _forms(tokens: int) -> list[Pairs | Groups | Blocks | None]:
     if not SWEEP:
         return [None]
     if tokens <= 4:
@@ -116,7 +116,9 @@ def check() -> None:
         _check(model, _step(tokens, EXPERTS, DIM, torch.bfloat16), TOP_K, _forms(tokens), looked_at)
 
 
-def _check(model: Model, step: Step, top_k: int, forms: list[Pairs | Groups | None], looked_at: list[int]) -> None:
+def _check(
+    model: Model, step: Step, top_k: int, forms: list[Pairs | Groups | Blocks | None], looked_at: list[int]
+) -> None:
     weights, chosen = reference.route(step.scores_TE[looked_at], top_k, True)
     touched, chosen = torch.unique(chosen, return_inverse=True)
     gate_up, down = (weight[touched].float() for weight in model)
@@ -165,9 +167,10 @@ def _time_routing(tokens: int, steps: list[Step]) -> list[Row]:
     ]
 
 
-def _name(form: Pairs | Groups | None) -> str:
+def _name(form: Pairs | Groups | Blocks | None) -> str:
     if form is None:
         return ""
     if isinstance(form, Pairs):
         return "pairs " + " ".join(map(str, form))
-    return f"{form.rows}: {' '.join(map(str, form.up))}, {' '.join(map(str, form.down))}"
+    rows = form.rows if isinstance(form, Groups) else " ".join(map(str, form[:3]))
+    return f"{rows}: {' '.join(map(str, form.up))}, {' '.join(map(str, form.down))}"
