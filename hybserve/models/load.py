@@ -86,7 +86,7 @@ def load_weights(
     jobs.sort(key=lambda job: (job.info.file.name, job.info.start))
     total = sum(job.target.numel() * _DTYPES[job.info.dtype].itemsize for job in jobs)
     device, done = next(iter(params.values())).device, 0
-    with torch.no_grad():
+    with torch.inference_mode():  # the parameters may be of one already: ``Model.bind`` joins some
         checks = _Checks(_UNCHECKED if device.type == "cuda" else 1)
         for piece, held in read_ahead((piece for job in jobs for piece in _pieces(job)), _BUFFER, device):
             checks.add(piece, _put(piece, held, device))
@@ -100,7 +100,7 @@ def load_weights(
 
 def dummy_weights(params: Mapping[str, torch.Tensor], seed: int) -> None:
     """Fill parameters with small seeded random values instead of a checkpoint's (``model.load: dummy``)."""
-    with torch.no_grad():
+    with torch.inference_mode():  # the parameters may be of one already: ``Model.bind`` joins some
         for name, param in params.items():
             random = torch.Generator(param.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             flat = param.view(-1)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from hybserve.core.errors import ModelError
 from hybserve.models import load, reading
 from hybserve.models.load import dummy_weights, load_weights
+from hybserve.models.registry import build_model
 from hybserve.spec.from_hf import read_model_spec
 from hybserve.spec.inventory import params_of
 from hybserve.spec.model_spec import ModelSpec
@@ -510,6 +511,29 @@ class TestMutatedBytes:
             "length": few[:8].ljust(8, b"\0") + self.content[8:],
         }[kind]
         self.check(content)
+
+
+# Parameters that the model has joined before (what compiles ahead binds a model without weights)
+
+
+@pytest.mark.parametrize("dummy", [False, True])
+def test_weights_reach_what_was_joined_before(dummy: bool, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "moe")
+    spec = read_model_spec(path)
+    share = split_ranks(spec)[0]
+    model = build_model(spec, share, torch.float32, triton=True)
+    with torch.inference_mode():
+        model.bind()
+    if dummy:
+        expected = allocate(spec, share)
+        dummy_weights(expected, 1)
+        dummy_weights(model.params, 1)
+    else:
+        expected = loaded(path)
+        load_weights(path, spec, share, model.params)
+    with torch.inference_mode():
+        model.bind()
+    assert_equal(model.params, expected)
 
 
 # Dummy weights

@@ -17,11 +17,10 @@ import triton.language as tl
 from hybserve_kernels.overlap import overlaps_at
 from hybserve_kernels.overlap.gpu import begin
 
-#: Least and most tokens chosen for at a time by a program, and most chunks that the second launch looks through.
-_TOKENS, _MOST_TOKENS, _MOST_CHUNKS = 8, 8, 128
+#: Tokens chosen for at a time by a program, and most chunks that the second launch looks through.
+_TOKENS, _MOST_CHUNKS = 8, 128
 #: Most tokens that one program chooses for and puts in order alone, at two a warp.
 _ALONE = 32
-_MOST_WARPS, _ORDER_WARPS = 16, 4
 #: Chunks, pairs and blocks at a time in the second launch.
 _CHUNKS_AT_ONCE, _PAIRS_AT_ONCE, _BLOCKS_AT_ONCE = 16, 256, 32
 
@@ -284,11 +283,10 @@ def route_blocks(
         )
         return routes, work
     chunk = max(_TOKENS, triton.next_power_of_2(triton.cdiv(tokens, _MOST_CHUNKS)))
-    at_once = min(chunk, _MOST_TOKENS)
     chunks = triton.cdiv(tokens, chunk)
     ranks = torch.empty_like(routes.experts_TX)
     counts = ranks.new_empty(chunks, count)
-    _launch_route(routes, scores_TE, normalise, tokens_1, ranks, counts, at_once, chunk // at_once)
+    _launch_route(routes, scores_TE, normalise, tokens_1, ranks, counts, _TOKENS, chunk // _TOKENS)
     _order_kernel[(chunks,)](
         tokens_1,
         routes.experts_TX,
@@ -310,7 +308,7 @@ def route_blocks(
         CHUNK=chunk,
         EARLY=early,
         launch_pdl=early,
-        num_warps=_ORDER_WARPS,
+        num_warps=4,
     )
     return routes, work
 
@@ -352,5 +350,5 @@ def _launch_route(
         COUNT=ranks_TX is not None,
         EARLY=early,
         launch_pdl=early,
-        num_warps=min(max(1, at_once // 2), _MOST_WARPS),
+        num_warps=max(1, at_once // 2),
     )
