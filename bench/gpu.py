@@ -27,7 +27,7 @@ import torch
 
 from bench import RESULTS, circumstances
 from bench.dummy import MODELS
-from bench.gpu_profile import breakdown, kernels_of, last_steps
+from bench.gpu_profile import breakdown, kernels_of, steps_before
 from hybserve.config.deployment import Deployment
 from hybserve.core.messages import Failed, Finished, FromScheduler, Generate, Tokens, ToScheduler
 from hybserve.core.sampling import SamplingParams
@@ -310,6 +310,10 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+#: Steps at the end of a trace in which not all sequences decode: they did not all begin in one step either.
+_ENDING = 12
+
+
 def profile(engine: Engine, path: Path) -> dict[str, dict[str, float]]:
     """A timeline of decode steps at three widths and of two prefills into ``path``; µs of each part of a step, or of
     the prefill."""
@@ -318,9 +322,9 @@ def profile(engine: Engine, path: Path) -> dict[str, dict[str, float]]:
 
     found = {}
     for name, requests, steps in (
-        ("decode, B = 1", [Asked(engine.ids(128), 24)], 15),
-        ("decode, B = 64", [Asked(engine.ids(128), 24) for _ in range(64)], 15),
-        ("decode, B = 256", [Asked(engine.ids(128), 24) for _ in range(256)], 10),
+        ("decode, B = 1", [Asked(engine.ids(128), 40)], 15),
+        ("decode, B = 64", [Asked(engine.ids(128), 40) for _ in range(64)], 15),
+        ("decode, B = 256", [Asked(engine.ids(128), 40) for _ in range(256)], 15),
         ("prefill of 2,048 tokens", [Asked(engine.ids(2048), 1)], 0),
         ("prefill of 8,192 tokens", [Asked(engine.ids(8192), 1)], 0),
     ):
@@ -331,7 +335,7 @@ def profile(engine: Engine, path: Path) -> dict[str, dict[str, float]]:
         file = path / f"{re.sub('[^a-z0-9]+', '_', name)}.json"
         recorded.export_chrome_trace(str(file))
         kernels = kernels_of(json.loads(file.read_text()))
-        found[name] = breakdown(last_steps(kernels, steps), steps) if steps else breakdown(kernels)
+        found[name] = breakdown(steps_before(kernels, steps, _ENDING), steps) if steps else breakdown(kernels)
         print(f"--- {name}: {sum(found[name].values()):.0f} µs")
         for part, us in found[name].items():
             print(f"{us:>10.0f}  {part}")

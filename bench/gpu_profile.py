@@ -53,12 +53,13 @@ def kernels_of(trace: dict[str, Any]) -> list[Kernel]:
     return sorted(found, key=lambda kernel: kernel.begin)
 
 
-def last_steps(kernels: Sequence[Kernel], steps: int) -> list[Kernel]:
-    """The kernels of the last so many steps: from the end of the step before them."""
+def steps_before(kernels: Sequence[Kernel], steps: int, after: int) -> list[Kernel]:
+    """The kernels of so many steps, from the end of the step before them, which so many others come ``after``."""
     ends = [index for index, kernel in enumerate(kernels) if kernel.name == _LAST]
-    if len(ends) <= steps:
-        raise ValueError(f"the trace has {len(ends)} steps, and one more than {steps} are needed")
-    return list(kernels[ends[-steps - 1] + 1 : ends[-1] + 1])
+    first = len(ends) - after - steps - 1
+    if first < 0:
+        raise ValueError(f"the trace has {len(ends)} steps, and {steps + after + 1} are needed")
+    return list(kernels[ends[first] + 1 : ends[first + steps] + 1])
 
 
 def part_of(name: str) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.gpu_profile import IDLE, Kernel, breakdown, kernels_of, last_steps
+from bench.gpu_profile import IDLE, Kernel, breakdown, kernels_of, steps_before
 
 
 def kernel(name: str, begin: float, end: float) -> dict:
@@ -32,9 +32,10 @@ def test_a_kernel_has_the_time_by_which_it_prolongs_what_ran_before() -> None:
     assert sum(parts.values()) == 21.0
 
 
-def test_the_last_steps_begin_after_the_step_before_them() -> None:
+def test_steps_begin_after_the_step_before_them() -> None:
     names = ["_attend", "_remember_kernel"] * 3
     kernels = [Kernel(name, float(at), at + 1.0) for at, name in enumerate(names)]
-    assert [step.begin for step in last_steps(kernels, 2)] == [2.0, 3.0, 4.0, 5.0]
+    assert [kernel.begin for kernel in steps_before(kernels, 2, after=0)] == [2.0, 3.0, 4.0, 5.0]
+    assert [kernel.begin for kernel in steps_before(kernels, 1, after=1)] == [2.0, 3.0]
     with pytest.raises(ValueError, match="3 steps"):
-        last_steps(kernels, 3)
+        steps_before(kernels, 2, after=1)
