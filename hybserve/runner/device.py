@@ -112,7 +112,7 @@ class DeviceExecutor:
         rows = buckets_of(self._limits.max_running)
         shapes = {(shape.tokens, shape.prefill_rows > 0): shape for shape in self._usual_shapes(rows)}
         lone = self._largest._replace(decode_rows=0, prefill_rows=1, last=1)  # there are forms for one row alone
-        lones = [lone._replace(tokens=tokens, tiles=tokens // TILE) for tokens in (lone.tokens, TILE)]
+        lones = [lone._replace(tokens=tokens, tiles=tokens // TILE) for tokens in self._lengths]
         with compiled_ahead():
             for shape in (self._largest, *shapes.values(), *lones):
                 tokens_T, seqs_T, step = self._staging.views(shape, self._tables_SM)
@@ -141,6 +141,12 @@ class DeviceExecutor:
         for shape in self._usual_shapes(rows):
             self._staging.send_empty(shape)
             self._bodies.capture(shape, self._body)
+
+    @property
+    def _lengths(self) -> list[int]:
+        """Tokens of a step with one row, of every order of magnitude: kernels are made for ranges of them."""
+        most = self._limits.step_tokens // TILE * TILE
+        return [most, *(TILE << power for power in range(most.bit_length()) if TILE << power < most)]
 
     @property
     def _largest(self) -> Shape:

@@ -123,10 +123,12 @@ def _beside(limits: EngineLimits) -> list[int]:
 
 def exact_room(need: Shape, limits: EngineLimits, table_width: int) -> Shape:
     """``need`` with tokens and pages rounded up a little, so that kernels specialised on the divisibility of strides
-    are the same for all steps. Rows and tiles stay: kernels choose their form by them."""
+    are the same for all steps, and rows whose last tokens are read to a number of decode rows that has a graph, whose
+    kernels are there. Other rows and tiles stay: kernels choose their form by them."""
 
     def up(count: int, unit: int) -> int:
         return -(-count // unit) * unit
 
     tokens = up(need.tokens, TILE) if need.prefill_rows else need.tokens
-    return need._replace(tokens=tokens, pages=min(up(need.pages, 16), table_width))
+    last = min((rows for rows in buckets_of(limits.max_running) if rows >= need.last), default=0) if need.last else 0
+    return need._replace(tokens=tokens, pages=min(up(need.pages, 16), table_width), last=last)

@@ -49,6 +49,12 @@ def test_a_step_takes_the_smallest_room_of_its_own_kind(graphs: Graphs) -> None:
     assert graphs.room_for(exact_room(Shape(100, 0, 1, 2, 3, 0), limits, 16)) is None  # all tokens are read: no graph
 
 
+def test_an_exact_room_reads_the_last_tokens_of_as_many_rows_as_a_graph_decodes() -> None:
+    limits = EngineLimits(64, 40, 12, 24, 2048, 2048, 256, "float32", "float32", "float32")
+    assert exact_room(Shape(1290, 7, 3, 21, 3, 10), limits, 16) == Shape(1344, 7, 3, 21, 16, 16)
+    assert exact_room(Shape(1290, 7, 3, 21, 3, 0), limits, 16).last == 0  # all tokens are read
+
+
 def test_the_longest_chunk_beside_decode_rows_has_a_room_without_much_padding(graphs: Graphs) -> None:
     limits = EngineLimits(64, 400, 12, 96, 4096, 4096, 4096, "float32", "float32", "float32", prefill_beside=1216)
     rooms = graph_rooms(limits, 16, buckets_of(limits.max_running))
