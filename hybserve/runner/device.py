@@ -144,9 +144,10 @@ class DeviceExecutor:
 
     @property
     def _lengths(self) -> list[int]:
-        """Tokens of a step with one row, of every order of magnitude: kernels are made for ranges of them."""
+        """Tokens of a step with one row, two of every order of magnitude: kernels are made for ranges of them."""
         most = self._limits.step_tokens // TILE * TILE
-        return [most, *(TILE << power for power in range(most.bit_length()) if TILE << power < most)]
+        powers = range(most.bit_length())
+        return [most, *(length for power in powers for length in (TILE << power, 3 * TILE << power) if length < most)]
 
     @property
     def _largest(self) -> Shape:

@@ -24,7 +24,8 @@ from hybserve.runner.sequences import Sequences
 
 #: Steps whose words may be under way at once: one runs, one waits, one is written.
 _RING = 3
-_HEAD = 16  # words before the first section: real tokens, real rows
+_HEAD = 16  # words before the first section: real tokens at 0, real rows at
+_REAL_ROWS = 4  # aligned too, so that kernels are the same for both
 _LAST = -4  # the sections about last tokens
 _TILE_ROWS = _LAST - 3
 _ALIGNED = 4  # words; every section and list begins at 16 bytes
@@ -138,7 +139,7 @@ class Staging:
             at, last_positions, lengths, last_seqs = sections[_LAST:]
             no_slots = at[:0]  # attention has none
             queries = DecodeRows(shape.last, lengths, no_slots, tables_SM.index_select(0, last_seqs))
-            last = LastTokens(self.device_words[1:2], at, last_positions, queries)
+            last = LastTokens(self.device_words[_REAL_ROWS : _REAL_ROWS + 1], at, last_positions, queries)
         return tokens, seqs, DeviceStep(self.device_words[:1], positions, locations_T, decode, rows, last)
 
     def _sections(self, words: torch.Tensor, shape: Shape) -> list[torch.Tensor]:
@@ -239,7 +240,7 @@ class Staging:
         if decoding < len(plan.seqs):
             self._fill_prefill(step, all_seqs, prefill)
         if shape.last:
-            rows = words[1] = len(ends)
+            rows = words[_REAL_ROWS] = len(ends)
             last_at, last_positions, last_lengths, last_seqs = sections[_LAST:]
             last_at[:rows] = ends
             last_lengths[:rows] = packed.starts + packed.counts
