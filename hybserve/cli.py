@@ -1,5 +1,6 @@
 """The ``hybserve`` command. Everything heavy is imported inside a command, so that ``--help`` answers at once."""
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -128,8 +129,20 @@ def version() -> None:
     click.echo(f"hybserve {__version__}")
 
 
+def _open_standard_streams() -> None:
+    """Those that are closed lead nowhere from here on: else the first sockets would get their descriptors."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is this one
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, "r" if name == "stdin" else "w", closefd=False))
+
+
 def main() -> None:
     """Entry point. A refusal is its message on standard error and its exit code, never a traceback."""
+    _open_standard_streams()
     try:
         cli()
     except HybserveError as error:

@@ -12,6 +12,8 @@ from click.testing import CliRunner
 
 from hybserve import __version__
 from hybserve.cli import cli
+from hybserve.core.errors import EXIT_USAGE
+from hybserve.plan.facts import probe_gpu
 
 CONFIG = {
     "model_type": "qwen3_5_text",
@@ -136,3 +138,24 @@ def test_the_module_runs_from_anywhere(tmp_path):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(Path(path).resolve()) for path in sys.path if path)}
     output = subprocess.check_output([sys.executable, "-m", "hybserve", "version"], cwd=tmp_path, text=True, env=env)
     assert output == f"hybserve {__version__}\n"
+
+
+@pytest.mark.skipif(probe_gpu() > 0, reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused_before_anything_starts():
+    ran = command("serve", "--set", "engine.backend=cuda", "--set", "memory.device=10GiB")
+    assert ran.returncode == EXIT_USAGE
+    assert "engine.backend: there is no GPU" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def test_closed_standard_streams_are_opened_onto_nothing():
+    program = (
+        "import os, sys\n"
+        "for descriptor in (0, 1, 2): os.close(descriptor)\n"
+        "from hybserve.cli import _open_standard_streams\n"
+        "_open_standard_streams()\n"
+        "assert os.open(os.devnull, os.O_RDONLY) == 3 and not sys.stdout.isatty()\n"
+        "assert sys.stdin.read() == ''\n"
+        "print('into nothing', flush=True)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0

@@ -1,9 +1,9 @@
 """The parent process: order of start, supervision of the roles, orderly end.
 
-Every role is started as ``python -m hybserve.launch ROLE`` (a fresh interpreter, never a fork) and waits for its start
-arguments, one JSON document over standard input; descriptors are inherited, a socketpair per link. The engine's process
-comes first of all, because its imports take longest. Meanwhile ``serve`` checks configuration and plan, binds the
-listening socket, and starts the others; the engine loads nothing before it is told to, and ends if it is not.
+Every role is started as ``python -m hybserve.launch PARENT ROLE`` (a fresh interpreter, never a fork) and waits for its
+start arguments, one JSON document over standard input; descriptors are inherited, a socketpair per link. The engine's
+process comes first of all, because its imports take longest. Meanwhile ``serve`` checks configuration and plan, binds
+the listening socket, and starts the others; the engine loads nothing before it is told to, and ends if it is not.
 
 What a role is given, and owes:
 

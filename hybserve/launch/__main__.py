@@ -1,6 +1,5 @@
-"""``python -m hybserve.launch ROLE``: one role as a process."""
+"""``python -m hybserve.launch PARENT ROLE``: one role as a process, which lives no longer than the process PARENT."""
 
-import os
 import sys
 
 import msgspec
@@ -11,9 +10,9 @@ from hybserve.launch.roles import ROLES, prepare_engine
 
 
 def main() -> int:
-    role = sys.argv[1]
+    parent, role = int(sys.argv[1]), sys.argv[2]
+    die_with_parent(parent)
     if role == "engine":
-        die_with_parent(os.getppid())
         prepare_engine()
     told = sys.stdin.buffer.read()
     if not told:  # it was refused what it was started for

@@ -3,16 +3,19 @@
 import contextlib
 import http.client
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from hybserve.core.errors import EXIT_FATAL, EXIT_OK
 from hybserve.launch.group import child_environment
+from hybserve.launch.role import die_with_parent
 
 _SYSTEM = "You are a helpful dictionary of English."
 _QUESTIONS = ("What is a dictionary?", "Is there another word for it?")
@@ -28,6 +31,7 @@ def demo() -> int:
         stdout=subprocess.PIPE,
         text=True,
         env=child_environment(),
+        preexec_fn=partial(die_with_parent, os.getpid()),  # killed, the demo could not stop it
     )
     try:
         address = _wait_until_ready(server)

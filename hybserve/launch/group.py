@@ -145,7 +145,7 @@ class RoleGroup:
         control, peer = socket.socketpair()
         inherited = {**links, "control": peer}
         process = subprocess.Popen(
-            command or [sys.executable, "-m", "hybserve.launch", name],
+            command or [sys.executable, "-m", "hybserve.launch", str(os.getpid()), name],
             stdin=subprocess.PIPE,
             pass_fds=[item.fileno() for item in inherited.values()],
             process_group=0,

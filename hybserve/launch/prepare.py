@@ -7,8 +7,9 @@ import msgspec
 
 from hybserve import __version__
 from hybserve.config.deployment import Deployment
-from hybserve.core.errors import ModelError
+from hybserve.core.errors import ConfigError, ModelError
 from hybserve.core.types import ServingFacts
+from hybserve.plan.facts import probe_gpu
 from hybserve.plan.planner import find_facts, plan_deployment
 from hybserve.plan.report import require_fit, require_memory
 from hybserve.plan.result import Plan
@@ -36,6 +37,10 @@ def prepare(deployment: Deployment, directory: Path) -> Prepared:
         raise ModelError(f"model.path: {directory} is not a model directory")
     spec = read_model_spec(directory)
     memory = find_facts(deployment)
+    if memory.backend == "cuda" and not probe_gpu():
+        raise ConfigError(
+            "engine.backend: there is no GPU that this process may use; here it can be planned, not served"
+        )
     plan = plan_deployment(deployment, memory, directory)
     require_fit(plan)
     require_memory(plan, memory)
