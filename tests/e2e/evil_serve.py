@@ -17,7 +17,7 @@ _start = group.RoleGroup.start
 
 
 def start(self, name, links, command=None):
-    return _start(self, name, links, [sys.executable, _ENGINE, name] if name == "engine" else command)
+    return _start(self, name, links, [sys.executable, _ENGINE, str(os.getpid()), name] if name == "engine" else command)
 
 
 if __name__ == "__main__":
