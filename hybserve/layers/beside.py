@@ -6,14 +6,9 @@ stream goes first where both could use a multiprocessor: it has the longer chain
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 
 import torch
-
-
-@cache
-def _side(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+from hybserve_kernels.overlap import urgent_stream
 
 
 @contextmanager
@@ -22,7 +17,7 @@ def beside(device: torch.device, wanted: bool) -> Iterator[Callable[[], None]]:
     if not wanted or device.type != "cuda":
         yield lambda: None
         return
-    own, side = torch.cuda.current_stream(device), _side(device)
+    own, side = torch.cuda.current_stream(device), urgent_stream(device, "prefill")
     side.wait_stream(own)
     with torch.cuda.stream(side):
         yield lambda: own.wait_stream(side)

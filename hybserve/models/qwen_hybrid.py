@@ -148,16 +148,17 @@ class QwenHybrid(Model):
         return hidden_TD if self._norm is None else self._norm(hidden_TD)
 
     def _forward_rows(self, hidden_TD: torch.Tensor, context: StepContext) -> torch.Tensor:
-        assert context.step is not None
         frequencies = None if self._rotary is None else self._rotary.frequencies
-        whole, ending = self._layers, self._layers[:0]
-        if self.share.last and context.step.last is not None:
-            whole, ending = self._layers[:-1], self._layers[-1:]
-        for layer in whole:
+        short = self._ends_short(context)
+        for layer in self._layers[:-1] if short else self._layers:
             layer.add_to(hidden_TD, context, frequencies)
-        for layer in ending:
-            hidden_TD = layer.of_last(hidden_TD, context, frequencies)
+        if short:
+            hidden_TD = self._layers[-1].of_last(hidden_TD, context, frequencies)
         return hidden_TD if self._norm is None else self._norm(hidden_TD)
+
+    def _ends_short(self, context: StepContext) -> bool:
+        """Whether the last layer here is the model's, and only the last tokens of rows are read after it."""
+        return self.share.last and context.step is not None and context.step.last is not None
 
     def _rehearse(self, tokens_T: torch.Tensor, context: StepContext) -> None:
         assert self._embed is not None
@@ -166,8 +167,7 @@ class QwenHybrid(Model):
         kinds = self.share.layer_specs(self.spec)
         for kind in dict.fromkeys(kinds):
             self._layers[kinds.index(kind)].add_to(hidden_TD, context, frequencies)
-        assert context.step is not None
-        if self.share.last and context.step.last is not None:
+        if self._ends_short(context):
             hidden_TD = self._layers[-1].of_last(hidden_TD, context, frequencies)
         if self._norm is not None:
             self._norm(hidden_TD)

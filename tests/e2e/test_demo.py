@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -31,3 +33,15 @@ def test_the_demo_serves_streams_and_ends(tmp_path):
     assert "A dictionary is a " in result.stdout
     assert "exit code 0" in result.stdout
     assert result.stderr == ""
+
+
+def test_a_demo_that_is_killed_leaves_no_server(tmp_path):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    command = [sys.executable, "-m", "hybserve", "demo"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=env) as demo:
+        while not demo.stdout.readline().startswith("ready at"):
+            assert demo.poll() is None
+        family = psutil.Process(demo.pid).children(recursive=True)
+        assert len(family) >= 4  # the server and its roles
+        demo.kill()
+    assert psutil.wait_procs(family, timeout=20)[1] == []

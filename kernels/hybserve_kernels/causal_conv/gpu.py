@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hybserve_kernels.gated_delta.gpu.elementwise import rounded, silu
+from hybserve_kernels.elementwise import rounded, silu, softplus
 from hybserve_kernels.gated_delta.reference import L2_EPS
 from hybserve_kernels.overlap import overlaps
 from hybserve_kernels.overlap.gpu import begin
@@ -36,11 +36,6 @@ class Shape(NamedTuple):
 SHAPES = {4: Shape(16, 4, 4, True), 1 << 30: Shape(32, 8, 4, True)}
 #: Channels of a program that writes windows.
 _CHANNELS = 512
-
-
-@triton.jit
-def _softplus(x):
-    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
 
 
 @triton.jit
@@ -68,7 +63,7 @@ def _gates(
     beta = (1.0 / (1.0 + tl.exp(-b.to(tl.float32)))).to(b.dtype).to(tl.float32)
     at = token[:, None] * U + o_u[None, :]
     tl.store(beta_ptr + at, beta, mask=mask)
-    tl.store(g_ptr + at, rate[None, :] * _softplus(a + bias[None, :]), mask=mask)
+    tl.store(g_ptr + at, rate[None, :] * softplus(a + bias[None, :]), mask=mask)
 
 
 @triton.jit

@@ -9,8 +9,10 @@ import torch.nn.functional as F
 
 from hybserve_kernels.device import require_cpu
 from hybserve_kernels.linear import linear, linear_swiglu
-from hybserve_kernels.moe.gpu.blocks import Blocks, run_blocks
-from hybserve_kernels.moe.gpu.groups import Groups, run_groups
+from hybserve_kernels.moe.gpu import blocks, groups
+from hybserve_kernels.moe.gpu.blocks import Blocks
+from hybserve_kernels.moe.gpu.combine import combine
+from hybserve_kernels.moe.gpu.groups import Groups
 from hybserve_kernels.moe.gpu.pairs import Pairs, SharedExpert, run_pairs
 from hybserve_kernels.moe.gpu.route import route_blocks, route_pairs
 from hybserve_kernels.moe.gpu.table import choose
@@ -124,11 +126,15 @@ def moe_rows(
         more = form.more if isinstance(form, Blocks) else 0
         routes, work = route_blocks(scores_TE, top_k, normalise, tokens_1, form.rows, more)
         assert not isinstance(shared, SharedExpert)
-        rest = (x_TD, routes, work, gate_up_E2FD, down_EDF, shared, shared_gate_T1, out, tokens_1, add)
+        hidden_RF = x_TD.new_empty(tokens * top_k, width)
+        parts_TXD = x_TD.new_empty(tokens, top_k, dim)
         if isinstance(form, Groups):
-            run_groups(form, *rest)
+            groups.launch_up(form, x_TD, gate_up_E2FD, routes, work, hidden_RF)
+            groups.launch_down(form, hidden_RF, down_EDF, routes, work, parts_TXD)
         else:
-            run_blocks(form, *rest)
+            blocks.launch_up(form, x_TD, gate_up_E2FD, routes, work, hidden_RF)
+            blocks.launch_down(form, hidden_RF, down_EDF, routes, work, parts_TXD)
+        combine(parts_TXD, shared, shared_gate_T1, out, tokens_1, add)
     return out
 
 

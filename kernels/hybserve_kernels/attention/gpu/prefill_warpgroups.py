@@ -18,6 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from hybserve_kernels.attention.gpu.memory import matrix_shape
+
 #: Triton 3.6 and later ones name it differently.
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 #: Queries of a program and keys of a block.
@@ -36,11 +38,7 @@ def _has_warpgroups(device: torch.device) -> bool:
 
 def box(pool_P2JGd: torch.Tensor) -> TensorDescriptor:
     """Boxes of KEYS tokens of the pool as ``memory.box`` has them."""
-    pages, _, kv_heads, page, dim = pool_P2JGd.shape
-    assert pool_P2JGd[0].is_contiguous()
-    assert pool_P2JGd.stride(0) % dim == 0
-    rows = (pages - 1) * (pool_P2JGd.stride(0) // dim) + 2 * kv_heads * page
-    assert rows < 1 << 31
+    rows, dim = matrix_shape(pool_P2JGd)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     return TensorDescriptor(pool_P2JGd, [rows, dim], [dim, 1], [KEYS, dim], layout)
 

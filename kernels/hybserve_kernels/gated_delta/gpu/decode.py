@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hybserve_kernels.gated_delta.gpu.elementwise import rounded, silu
+from hybserve_kernels.elementwise import rounded, silu, softplus
 from hybserve_kernels.gated_delta.gpu.rounding import round_to_bf16
 from hybserve_kernels.gated_delta.reference import L2_EPS
 from hybserve_kernels.overlap import overlaps
@@ -35,11 +35,6 @@ class Shape(NamedTuple):
 
 #: Rows of a step, at most, to the best shape for matrices of 128 x 128 on an H200, in fp32 and bf16.
 SHAPES = {1: Shape(32, 2), 1 << 30: Shape(64, 2)}
-
-
-@triton.jit
-def softplus(x):
-    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
 
 
 @triton.jit

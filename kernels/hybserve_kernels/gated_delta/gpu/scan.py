@@ -20,7 +20,6 @@ Legend: T tokens, S slots, I key heads, U = I·r value heads, K key dim, V value
 In kernels: BK, BV a power of two that holds K, a slice of V.
 """
 
-import functools
 import itertools
 from typing import NamedTuple
 
@@ -29,8 +28,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from hybserve_kernels.gated_delta.gpu.elementwise import power_of_two, rounded, silu
+from hybserve_kernels.elementwise import power_of_two, rounded, silu
 from hybserve_kernels.gated_delta.gpu.rounding import round_to_bf16
+from hybserve_kernels.overlap import urgent_stream
 from hybserve_kernels.rows import TILE, PrefillRows
 
 #: The interpreter multiplies 16-bit floats as if they were integers.
@@ -389,12 +389,6 @@ def _spans(tiles: int, first: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(sorted(cuts)))
 
 
-@functools.cache
-def _beside(device: torch.device) -> torch.cuda.Stream:
-    """For the launches that others wait for: their programs go first."""
-    return torch.cuda.Stream(device, priority=-1)
-
-
 class _Boxes(NamedTuple):
     """Tensor descriptors of ``_scan_kernel``; None where it does without."""
 
@@ -565,7 +559,7 @@ def scan_rows(
             if slices > 1:
                 norm(*span)
         return
-    here, beside, followed = torch.cuda.current_stream(device), _beside(device), []
+    here, beside, followed = torch.cuda.current_stream(device), urgent_stream(device, "scan"), []
     for span in spans:
         prepare(*span)
         beside.wait_stream(here)

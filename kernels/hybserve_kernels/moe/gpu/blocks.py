@@ -16,7 +16,6 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hybserve_kernels.attention.gpu.dot import dot
-from hybserve_kernels.moe.gpu.combine import combine
 from hybserve_kernels.moe.gpu.groups import Tile
 from hybserve_kernels.moe.gpu.route import Routes, Work
 from hybserve_kernels.overlap import overlaps_at
@@ -186,29 +185,6 @@ def _blocks_kernel(
     )  # fmt: skip
 
 
-def run_blocks(
-    form: Blocks,
-    x_TD: torch.Tensor,
-    routes: Routes,
-    work: Work,
-    gate_up_E2FD: torch.Tensor,
-    down_EDF: torch.Tensor,
-    shared_TD: torch.Tensor | None,
-    shared_gate_T1: torch.Tensor | None,
-    out_TD: torch.Tensor,
-    tokens_1: torch.Tensor,
-    add: bool,
-) -> None:
-    """Writes, or with ``add`` adds, the result to ``out_TD``; three launches. ``work`` is cut into blocks of
-    ``form.rows`` and ``form.more``. D and F are multiples of 16 bytes."""
-    tokens, top_k = routes.experts_TX.shape
-    hidden = x_TD.new_empty(tokens * top_k, down_EDF.shape[2])
-    launch_up(form, x_TD, gate_up_E2FD, routes, work, hidden)
-    parts = x_TD.new_empty(tokens, top_k, x_TD.shape[1])
-    launch_down(form, hidden, down_EDF, routes, work, parts)
-    combine(parts, shared_TD, shared_gate_T1, out_TD, tokens_1, add)
-
-
 def launch_up(
     form: Blocks,
     x_TD: torch.Tensor,
@@ -217,6 +193,7 @@ def launch_up(
     work: Work,
     hidden_RF: torch.Tensor,
 ) -> None:
+    """``work`` is cut into blocks of ``form.rows`` and ``form.more``; D and F are multiples of 16 bytes."""
     count, outputs, dim = gate_up_E2FD.shape
     halves = gate_up_E2FD.view(2 * count, outputs // 2, dim)
     weights = _weights(halves, 2, form.up)
@@ -231,6 +208,7 @@ def launch_down(
     work: Work,
     parts_TXD: torch.Tensor,
 ) -> None:
+    """The parts of the sums, one for each choice of a token."""
     tile = form.down
     sizes = (form.rows, form.more or form.rows, form.last)
     boxes = [TensorDescriptor.from_tensor(hidden_RF, [rows, tile.depth]) for rows in sizes]

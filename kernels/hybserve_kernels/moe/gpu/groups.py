@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from hybserve_kernels.attention.gpu.dot import dot
-from hybserve_kernels.moe.gpu.combine import combine
 from hybserve_kernels.moe.gpu.route import Routes, Work
 from hybserve_kernels.overlap import overlaps_at
 from hybserve_kernels.overlap.gpu import begin
@@ -100,28 +99,28 @@ def _grouped_kernel(
     tl.store(p_out, result, mask=(o_n < N)[:, None] & (o_m < rows)[None, :])
 
 
-def run_groups(
+def launch_up(
     form: Groups,
     x_TD: torch.Tensor,
+    gate_up_E2FD: torch.Tensor,
     routes: Routes,
     work: Work,
-    gate_up_E2FD: torch.Tensor,
-    down_EDF: torch.Tensor,
-    shared_TD: torch.Tensor | None,
-    shared_gate_T1: torch.Tensor | None,
-    out_TD: torch.Tensor,
-    tokens_1: torch.Tensor,
-    add: bool,
+    hidden_RF: torch.Tensor,
 ) -> None:
-    """Writes, or with ``add`` adds, the result to ``out_TD``; three launches. ``work`` is cut into blocks of
-    ``form.rows``."""
-    tokens, top_k = routes.experts_TX.shape
-    _, dim, width = down_EDF.shape
-    hidden = x_TD.new_empty(tokens * top_k, width)
-    _launch(form.up, form.rows, x_TD, gate_up_E2FD, routes, work, hidden, True)
-    parts = x_TD.new_empty(tokens, top_k, dim)
-    _launch(form.down, form.rows, hidden, down_EDF, routes, work, parts, False)
-    combine(parts, shared_TD, shared_gate_T1, out_TD, tokens_1, add)
+    """``work`` is cut into blocks of ``form.rows``."""
+    _launch(form.up, form.rows, x_TD, gate_up_E2FD, routes, work, hidden_RF, True)
+
+
+def launch_down(
+    form: Groups,
+    hidden_RF: torch.Tensor,
+    down_EDF: torch.Tensor,
+    routes: Routes,
+    work: Work,
+    parts_TXD: torch.Tensor,
+) -> None:
+    """The parts of the sums, one for each choice of a token."""
+    _launch(form.down, form.rows, hidden_RF, down_EDF, routes, work, parts_TXD, False)
 
 
 def _launch(
